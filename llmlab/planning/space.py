@@ -171,7 +171,9 @@ def _options(stack: StackOptions | str) -> dict[str, Any]:
 
 
 def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
-    """Yield who holds what, of `dp` data-parallel ranks; the optimizer where it is fixed or varied."""
+    """Yield who holds what, of `dp` data-parallel ranks; the optimizer where it is fixed or varied. torchtitan sets the
+    ZeRO stage by itself: with context parallelism it shards what one data-parallel rank has."""
+    stage_is_open = not isinstance(q.stack, Torchtitan) or "zero" in q.fixed
     optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else (None,)
     experts = q.spec.experts
     eps = q.options("ep", [n for n in divisors(dp) if experts and experts % n == 0] or (1,))
@@ -186,4 +188,5 @@ def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
             copies = [n for n in divisors(dp) if zero >= 2 and not offload and n < dp and dp // n % ep == 0] or (1,)
             for dp_replicate in q.options("dp_replicate", copies):
                 own = {"optimizer": optimizer} if optimizer else {}
-                yield {**own, "ep": ep, "offload": offload, "zero": zero, "dp_replicate": dp_replicate}
+                stage = {"zero": zero} if stage_is_open else {}
+                yield {**own, **stage, "ep": ep, "offload": offload, "dp_replicate": dp_replicate}

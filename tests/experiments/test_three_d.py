@@ -75,7 +75,7 @@ def test_ranks_hold_their_share(meshes):
     [
         ({"ranks": 6}, "ranks=6 cannot be dp × tp=2 × pp=2; give ranks a multiple of 4"),
         ({"ranks": 3, "tp": 3, "pp": 1}, "tp=3 does not divide heads=8 .*dp=1 × tp=3 × pp=1"),
-        ({"ranks": 10, "pp": 5}, "pp=5 leaves a stage without .*dp=1 × tp=2 × pp=5"),
+        ({"ranks": 10, "pp": 5}, "pp=5 leaves a stage .*dp=1 × tp=2 × pp=5"),
         ({"sequences": 6}, "dp=1 × micro_batches=4 does not divide sequences=6"),
         ({"tp": 0}, "tp=0 is not a whole number >= 1"),
         ({"tp": -1, "pp": -1}, "tp=-1 is not a whole number >= 1"),

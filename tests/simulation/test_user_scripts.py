@@ -364,7 +364,7 @@ def test_a_checkpoint_is_kept_in_memory_and_takes_the_cards_memory_when_loaded(c
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 256, device="cuda")).sum().backward()
     optimizer.step()
-    with pytest.warns(UserWarning, match="best.pt is not written"):
+    with pytest.warns(UserWarning, match="best.pt is kept in memory"):
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
     assert path.read_text() == "a good checkpoint"
     before = card.allocated
@@ -386,7 +386,7 @@ def test_a_checkpoint_is_renamed_copied_found_and_removed_where_it_is_kept(card,
     """Atomic saves, the best of several, and rotation, as scripts do them; the disk stays as it was."""
     model, last, best = nn.Linear(8, 8).cuda(), tmp_path / "last.pt", tmp_path / "best.pt"
     last.write_text("of an older run")
-    with pytest.warns(UserWarning, match="is not written"):
+    with pytest.warns(UserWarning, match="is kept in memory"):
         torch.save(model.state_dict(), f"{last}.tmp")
     os.replace(f"{last}.tmp", last)
     shutil.copyfile(last, best)
@@ -397,7 +397,7 @@ def test_a_checkpoint_is_renamed_copied_found_and_removed_where_it_is_kept(card,
     assert not best.exists() and last.read_text() == "of an older run"
     step = tmp_path / "step-1"
     step.mkdir()
-    with pytest.warns(UserWarning, match="is not written"):
+    with pytest.warns(UserWarning, match="is kept in memory"):
         torch.save(model, step / "model.pt")
     step.rename(tmp_path / "step-final")
     assert torch.load(tmp_path / "step-final" / "model.pt", weights_only=False).weight.is_cuda
@@ -428,7 +428,7 @@ def test_checkpoints_are_found_by_pattern_and_by_date(card, tmp_path):
 
 
 def test_the_hosts_generator_survives_a_state_that_went_over_the_card(card, tmp_path):
-    with pytest.warns(UserWarning, match="is not written"):
+    with pytest.warns(UserWarning, match="is kept in memory"):
         torch.save({"rng": torch.get_rng_state(), "w": torch.ones(3, device="cuda")}, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", map_location="cuda")["rng"]
     before = torch.get_rng_state()

@@ -172,7 +172,7 @@ def test_each_rank_holds_its_stages_and_no_more(ranks, name):
         ({"ranks": 5}, "pp=5 leaves a stage .* 4 layers; give pp=3 at most, or pp=4"),
         (
             {"ranks": 4, "schedule": "interleaved", "virtual_stages": 2},
-            "pp=8 leaves a stage without .*pp=4, virtual_stages=2",
+            "pp=8 leaves a stage .*pp=4, virtual_stages=2",
         ),
         ({"micro_batches": 3}, "micro_batches=3 does not divide sequences=8"),
     ],

@@ -115,7 +115,8 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
     thread or another.
     """
     if _open:
-        raise SpecError(f"a simulator of {_open[0]} is open, and only one can be; end its block first")
+        shared = "because all threads share one simulator"
+        raise SpecError(f"a simulator of {_open[0]} is open; end its block first, {shared}")
     phases = Phases(card.engine)
     card.history.place = phases.place
     card.memory.driver.on_event = card.history.record
