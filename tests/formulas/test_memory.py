@@ -232,7 +232,7 @@ def test_published_t4_rows_are_explained():
     assert statistics.median(map(abs, errors)) <= 0.10
 
 
-def test_a_context_that_is_not_known_is_said_to_count_from_nothing_to_the_most():
+def test_a_context_that_is_not_known_is_said_to_count_up_to_the_most_that_is_known():
     most = show_bytes(max(card.context or 0 for card in gpus()))
 
     def said(card):
@@ -241,7 +241,7 @@ def test_a_context_that_is_not_known_is_said_to_count_from_nothing_to_the_most()
     assert said("T4") == said("cpu") == said(None) == []
     for card in (card for card in gpus() if card.context is None):
         (note,) = said(card)
-        assert card.name in note and f"0 to {most}" in note
+        assert card.name in note and f"up to {most}" in note
 
 
 @pytest.mark.parametrize(

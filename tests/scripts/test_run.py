@@ -378,7 +378,7 @@ def test_a_snapshot_and_a_picture(script, tmp_path):
         (["--steps", "0", "train.py"], "steps=0 is not a whole number"),
         (["--max-gib", "-1", "train.py"], "the memory limit is"),
         (["--max-gib", "99", "train.py"], "the memory limit is 99.00 GiB"),
-        (["--world-size", "2", "--nodes", "2", "train.py"], "--world-size and --nodes"),
+        (["--world-size", "2", "--nodes", "2", "train.py"], "--world-size already sets"),
     ],
 )
 def test_bad_input_is_one_line(script, words, said):
