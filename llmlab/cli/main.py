@@ -87,7 +87,7 @@ def _verb(command: Callable[..., int]) -> click.Command:
     return made
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
 _model = click.argument("model")
 _gpu = partial(click.option, "--gpu", metavar="NAME")
 
@@ -100,8 +100,8 @@ def _answer(report: Report, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(help="GPU (a name listed by `llmlab gpus`), or cpu. Without --gpu, the answer is the memory needed, not whether "
-      "the run fits (exit code 2).")  # fmt: skip
+@_gpu(help="GPU (a name listed by `llmlab gpus`), or cpu. Without --gpu, the command prints the memory needed, but "
+      "cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
 @cluster_options

@@ -23,8 +23,8 @@ from ..specs.run import Inference, LoRA, Run, Training
 GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
 # The help's words for defaults that depend on the device or on other options.
 USUAL = {
-    "precision": "autocast-bf16. With --lora but without --quantization: bf16. On a T4 or V100, fp16 replaces bf16 in "
-    "both. On a CPU: fp32. Another --stack or --from sets its own",
+    "precision": "autocast-bf16; with --lora and without --quantization, bf16. On a T4 or V100, fp16 replaces bf16 in "
+    "both cases. On a CPU, fp32. --stack and --from can change the default",
     "weights": "bf16; on a T4 or V100: fp16",
     "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a T4 or V100",
     "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",
@@ -44,7 +44,7 @@ def spec_options() -> list[click.Option]:
                     words = f"Generation: {words[0].lower()}{words[1:]}"
                 options[name] = _option(name, hint, getattr(owner, field), words)
     others = ", ".join(map(_flag, GENERATION))
-    words = f"Predict or measure generation instead of a training step. Implied by {others}."
+    words = f"Generation instead of a training step. Implied by {others}."
     options["inference"] = click.Option(["--inference"], is_flag=True, help=words)
     words = "Read the training run from a config file: DeepSpeed or TrainingArguments (.json), Accelerate (.yaml), "
     options["config"] = click.Option(["--from", "config"], metavar="FILE", help=words + "torchtitan (.toml).")

@@ -41,7 +41,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
                   help="Training code, such as torchtitan or megatron.")
     @click.option("--write", "folder", metavar="DIR", help="Write the launch files of the best run to this folder.")
     @click.option("--force", is_flag=True, help="Let --write replace files.")
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
     def plan(
         model: str, gpus: str, global_batch: int, fixed: tuple[str, ...], folder: str | None, force: bool,
         as_json: bool, **asked: Any,
@@ -49,8 +49,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         """Search for the best training configuration on your GPUs.
 
         Formulas rank the configurations, and simulations confirm the best ones. Ctrl-C stops the search and prints the
-        best configurations so far. --goal cheapest tries every GPU model whose price is known, with at most as many
-        GPUs as in --gpus.
+        best configurations so far. --goal cheapest also tries other GPU models whose price is known; it uses at
+        most the number of GPUs in --gpus.
 
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """

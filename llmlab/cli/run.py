@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EPILOG = """You can put a launcher (torchrun, accelerate launch or deepspeed) before SCRIPT; llmlab follows its options
 and config files, and runs only rank 0.
 
-Exit codes: 0 = the run fits; 1 = it does not fit in the GPU (or in --max-gib); 2 = unknown or invalid input, or the
+Exit codes: 0 = the run fits; 1 = it does not fit on the GPU (or in --max-gib); 2 = unknown or invalid input, or the
 script itself failed (its error is then on stderr)."""
 OPTIONS = (
     click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."),
@@ -48,8 +48,8 @@ OPTIONS = (
     click.option("--max-gib", type=float, metavar="GIB",
                  help="Memory limit of the process in GiB; default: the whole GPU."),
     click.option("--assume", type=float, metavar="X",
-                 help="Simulated tensors hold no data. When the script reads a number from the GPU, such as a loss, "
-                 "return X."),
+                 help="Simulated tensors hold no data. When the script reads a value from the GPU, such as a loss, it "
+                 "receives X instead."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
                  help="config.json of a model that the script loads by NAME. Repeatable."),
     click.option("--data", multiple=True, metavar="NAME=FILE",

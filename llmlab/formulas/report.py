@@ -179,8 +179,8 @@ def _notes(
         yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
     if isinstance(run, Inference):
         service = serving(spec, run, card)
-        engine = f"A serving engine with a paged KV cache, which uses {FRACTION:.0%} of the memory"
-        yield Note("serving", f"{engine}, runs many requests at a time. {service}.")
+        engine = f"If a serving engine uses {FRACTION:.0%} of the memory"
+        yield Note("serving", f"{engine}, {service}.")
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")
@@ -210,5 +210,6 @@ def _first_over(stages: list[list[tuple[Moment, int]]], room: int) -> str | None
     for stage, moments in enumerate(stages):
         for moment, total in moments:
             if total > room:
-                return f"{moment.phase}, {moment.name}" + (f", in stage {stage} of the pipeline" if stage else "")
+                place = moment.name.removesuffix(f" of {moment.phase}")
+                return f"{moment.phase} ({place})" + (f", in stage {stage} of the pipeline" if stage else "")
     return None

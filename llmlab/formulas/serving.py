@@ -67,8 +67,9 @@ class Serving:
     def __str__(self) -> str:
         if self.kv_cache <= 0:
             needed = f"weights and one forward pass need {show_bytes(self.budget - self.kv_cache)}"
-            return f"{self.gpu}: {needed}, which leaves nothing of {show_bytes(self.budget)} for a KV cache"
-        text = f"{self.cards} × {self.gpu}: a KV cache of {show_bytes(self.kv_cache)} holds {self.requests:,} requests"
+            return f"{needed} on {self.gpu}, which leaves nothing of {show_bytes(self.budget)} for a KV cache"
+        cache = f"a KV cache of {show_bytes(self.kv_cache)} on {self.cards} × {self.gpu}"
+        text = f"{cache} holds {self.requests:,} requests"
         if self.each_token is None or self.tokens_per_second is None:
             return text
         text += f", and {self.running:,} concurrent requests generate {self.tokens_per_second:,.0f} tokens/s"

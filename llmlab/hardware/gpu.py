@@ -155,6 +155,9 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
         )
     found = _by_name().get(_plain(name))
     if not found:
+        if (several := re.fullmatch(r"(\d+)\s*x\s*(.+)", name, re.IGNORECASE)) and _by_name().get(_plain(several[2])):
+            raise SpecError(f"{name!r} means {several[1]} GPUs, but one is expected; give {several[2]!r}, and set the "
+                            f"number of GPUs with dp, tp, pp or cp: for example dp={several[1]}")  # fmt: skip
         known = [called for card in gpus() for called in (card.name, *card.aliases)]
         raise unknown_name("GPU", name, known, "`llmlab gpus` lists all.")
     return found[0]

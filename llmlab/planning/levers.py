@@ -79,13 +79,17 @@ class Fix(Tabular):
         ]  # fmt: skip
         r = self.report
         title = f"{r.title}: {summary(r.run)}; {r.outcome}, peak allocated {show_bytes(r.peak_allocated)}"
-        order = "Each row is an estimate of one change. Changes that cost no time come first, then those that cost the "
-        lines = [order + "least time per GiB saved."]
+        lines = [
+            "Each row is an estimate of one change. Changes that cost no time come first; among them, changes that "
+            "keep the result come before changes that alter it. The other rows are sorted by time per GiB saved.",
+            "Same result: the weights get the same updates except for rounding. More GPUs also enlarge the global "
+            "batch, which changes the result.",
+        ]
         if not any(lever.report.outcome == "fits" for lever in self.levers):
             lines.append("No single change makes this run fit. Combine several, or search with `llmlab plan`.")
         assumed = (note for note in self.report.notes if note.code == "gpu-memory-assumed")
         footer = "\n".join([*lines, *assumed])
-        header = ("change", "saves per GPU", "time for the same tokens", "outcome", "same result", "chapter")
+        header = ("change", "saves per GPU", "change in time (same tokens)", "outcome", "same result", "chapter")
         links = {lever.chapter: f"{BOOK}/{lever.chapter}.html" for lever in self.levers}
         return Table(header, rows, title, footer, (0, 3, 4, 5), links)
 

@@ -100,7 +100,8 @@ def _script(target: str, arguments: Sequence[str], **launched: object) -> Comman
         raise SpecError(f"{target} is a folder without __main__.py; give the path of the script")
     if not os.path.exists(target):
         known = ", ".join(LAUNCHERS)
-        raise SpecError(f"{target} does not exist; give a Python script, -m MODULE, or a command line of {known}")
+        raise SpecError(f"{target} does not exist; give a Python script, -m MODULE, or a command that starts with one "
+                        f"of {known}")  # fmt: skip
     return Command(target, tuple(arguments), **launched)  # type: ignore[arg-type]
 
 

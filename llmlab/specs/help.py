@@ -10,7 +10,7 @@ HELP = {
     "attention": "Attention kernel.",
     "accumulation": "Micro-batches per optimizer step.",
     "quantization": "Dtype of the frozen base weights; needs --lora.",
-    "zero": "ZeRO stage over the --dp ranks; 2 and 3 are FSDP. One of 0, 1, 2, 3.",
+    "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
     "pp": "Pipeline stages.",
@@ -26,8 +26,8 @@ HELP = {
     "offload": "States to keep in host memory.",
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels: Liger Kernel, or only a fused cross-entropy loss or a fused RMSNorm.",
-    "stack": "Training code: transformers, torchtitan, megatron, torchtune, deepspeed, litgpt or nanotron. It can "
-    "change the defaults of other options. Its own options follow a colon: torchtitan:ac=full.",
+    "stack": "Training code: transformers, torchtitan, megatron, torchtune, deepspeed, litgpt or nanotron. The choice "
+    "can change the defaults of other options. Its own options follow a colon: torchtitan:ac=full.",
     "fp8": "Recipe for fp8 matmuls; needs --compile and --precision bf16 or mixed-bf16.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",
     "lora_targets": "Linear layers that get an adapter, separated by commas.",

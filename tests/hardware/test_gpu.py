@@ -243,6 +243,12 @@ def test_an_unknown_name_names_the_nearest_and_what_to_do():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["8xA100", "8 x A100-80GB"])
+def test_several_gpus_are_not_one(name):
+    with pytest.raises(SpecError, match=r"8 GPUs.*A100.*dp"):
+        gpu(name)
+
+
 def test_clocks_go_as_the_cube_root_of_a_power_limit():
     """Measured: A100s of 250 and 300 W beside one of 400 (products.toml). Memory is as fast as ever."""
     whole, limited = gpu("A100"), gpu("A100", power=250)
