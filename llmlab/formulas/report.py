@@ -26,7 +26,7 @@ from .serving import FRACTION, serving
 from .time.flops import flops
 from .time.step import tokens_of, utilisation
 from .time.timing import timing
-from .verdict import Verdict, holes, largest_context, verdict
+from .verdict import Verdict, holes, largest_context, plainness, verdict
 
 PAGED_STATES = Note(
     "paged-states",
@@ -47,10 +47,12 @@ def assessed(
     spec = find_model(model)
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
-    check(spec, run, card)
+    run = check(spec, run, card)
     held = _held(spec, run, card, cpu)
     peaks, peak = held.peaks, held.peak
-    fit = verdict(max(peaks), card, run.world_size, holes(run)) if card else Verdict("unknown", 0, 0)
+    fit = Verdict("unknown", 0, 0)
+    if card:
+        fit = verdict(max(peaks), card, run.world_size, holes(run), plainness(spec))
     over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
     time = timing(spec, run, card, cluster)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
@@ -96,7 +98,7 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
     for stage in dict.fromkeys((0, run.pp - 1, min(1, run.pp - 1))):
         moments = step_memory(share_of(spec, run, card, False, stage)).moments()
         peak = max(peak, *[moment.total for moment in moments])
-        found = verdict(peak, card, run.world_size, holes(run))
+        found = verdict(peak, card, run.world_size, holes(run), plainness(spec))
         if found.outcome == "out of memory":
             break
     return found
@@ -157,6 +159,10 @@ def _notes(
     spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, of_time: tuple[Note, ...]
 ) -> Iterator[Note]:
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
+    if not spec.has_formulas:
+        plain = "has no formulas of its own. The estimate is that of a plain transformer of the same sizes"
+        real = "with a wider margin; `llmlab simulate` runs the real class"
+        yield Note("plain-transformer", f"The family {spec.family} {plain}, {real}.")
     if isinstance(run, Training) and run.quantization:
         yield from _around_quantized(run)
     if pages_states(run):

@@ -65,7 +65,7 @@ def measured(
 ) -> Report:
     """Return the report of `llmlab.measure`."""
     spec = find_model(model)
-    check(spec, run)
+    run = check(spec, run)
     if stack := stack_of(run):
         raise NotAvailable(f"measure supports stack='transformers' only, not {stack.name!r}; ask lab.simulate")
     check_one_device(run)

@@ -13,6 +13,7 @@ from itertools import product
 from math import isqrt
 from typing import Any
 
+from ..specs.generic import attentions
 from ..specs.model import ModelSpec
 from ..specs.run import LoRA, Training
 from ..specs.stacks import TRANSFORMERS, Megatron, StackOptions, Torchtitan
@@ -105,7 +106,7 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
         precisions += ALLOWED["precision"]
     if isinstance(q.stack, StackOptions) and not set(precisions) & set(q.stack.allowed["precision"]):
         precisions = (half,)  # torchtune and LitGPT keep no fp32 copy
-    base: dict[str, Any] = {"attention": "eager"} if q.spec.family == "gemma2" else {}
+    base: dict[str, Any] = {"attention": "eager"} if "sdpa" not in attentions(q.spec.family) else {}
     if method != "full":
         base["lora"] = adapters(q.spec)
     if method == "qlora":

@@ -150,7 +150,7 @@ def recorded(
     with None for one that does not count, as in the step that warms up. Quantized weights load in `load_order`.
     """
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
-    check(spec, run, card)
+    run = check(spec, run, card)
     check_simulated(spec, run, card)
     if card:
         capability_of(card)

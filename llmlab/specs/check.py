@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import reprlib
+from dataclasses import replace
 from functools import lru_cache
 
 from ..base.errors import SpecError
 from ..base.terms import GPTQ_GROUP
 from ..hardware.gpu import EMULATED_BF16, FLASH_ATTENTION_2_CAPABILITY, GPU
+from .generic import attentions
 from .model import ModelSpec
 from .run import Inference, Run, Training, stack_of
 from .stacks import Megatron, Torchtitan, Torchtune
 from .stages import layers_of, stage_layers
 
 HALF = {"fp16", "bf16"}
-# What transformers' class of a family refuses: Gemma 2's softcap is not in PyTorch's SDPA.
-ATTENTION_MISSING = {"gemma2": ("sdpa", "efficient")}
 GPTQ_OUTPUTS = 32  # by which AutoGPTQ's layer counts packed zeros (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py)
 
 
-def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
-    """Raise SpecError where `run` asks for what the model or the card does not have; return None where all agrees."""
+def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> Run:
+    """Return `run`, with eager attention if nobody chose an attention and the model's class has no SDPA.
+
+    Raises SpecError where `run` asks for what the model or the GPU does not have.
+    """
     if not isinstance(run, (Training, Inference)):
         given = f"run={reprlib.repr(run)} is a {type(run).__name__}"
         raise SpecError(f"{given}; give a lab.Training(...) or a lab.Inference(...)")
+    if "attention" in vars(run)["unset"] and not stack_of(run) and run.attention not in attentions(spec.family):
+        run = replace(run, attention="eager")
     _check_run(spec, run)
     if gpu is not None:
         _check_card(run, gpu)
+    return run
 
 
 @lru_cache(maxsize=256)  # who asks for a run on one card asks for it on others
 def _check_run(spec: ModelSpec, run: Run) -> None:
-    if run.attention in ATTENTION_MISSING.get(spec.family, ()):
-        raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use attention='eager'")
+    if not stack_of(run) and run.attention not in (known := attentions(spec.family)):
+        raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use one of "
+                        f"{', '.join(known)}")  # fmt: skip
     if run.seq_len > spec.max_positions:
         what = "seq_len" if isinstance(run, Training) else "prompt_len + new_tokens"
         raise SpecError(
@@ -104,7 +111,7 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
     elif stack and spec.tied and not stack.ties_heads:
         tied = f"{spec.name} ties its head to the embedding"
         raise SpecError(f"{tied}, which stack={stack.name!r} does not support here; give another stack")
-    if run.lora:
+    if run.lora and spec.has_formulas:  # of other families only the real class knows the names
         names = {linear.name for linear in spec.linears}
         if missing := [target for target in run.lora.targets if target not in names]:
             have = ", ".join(sorted(names))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from ..base.errors import SpecError, unknown_name
 from ..base.units import show_count
+from .generic import auto_class
 from .hub_cache import cached_config
 from .parameters import Linear, components, linears
 from .shape import FAMILIES, MLA, shape_of
@@ -51,6 +52,11 @@ class ModelSpec(Sizes):
     def config(self) -> dict[str, Any]:
         """A transformers config dict, yours to change: `AutoConfig.for_model(**spec.config)`."""
         return json.loads(self.config_json)
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether this family's own tensors are described; any other counts as a plain transformer of its sizes."""
+        return self.family in FAMILIES
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
@@ -202,6 +208,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_config(config: Mapping[str, Any], claimed: str, where: str) -> ModelSpec:
+    family = config.get("model_type")
+    if config.get("auto_map") and auto_class(str(family)) is None:
+        raise SpecError(f"{where}: model_type={family!r} brings its own code (auto_map), which llmlab never runs; give "
+                        "a config of a family that transformers has")  # fmt: skip
     shape = {key: value for key, value in config.items() if key not in NOT_SHAPE}
     try:
         text = json.dumps(shape)

@@ -129,7 +129,8 @@ def components(spec: Sizes, linears: tuple[Linear, ...]) -> dict[str, int]:
     for linear in linears:
         by_part[linear.part] += linear.parameters
     routed = spec.moe_layers * spec.experts
-    return {
+    towers = {"towers": spec.towers} if spec.towers else {}
+    return towers | {
         "embedding": spec.vocab * spec.hidden,
         "positions": spec.max_positions * spec.hidden if spec.learned_positions else 0,  # rotary ones have none
         "attention": by_part["attention"],

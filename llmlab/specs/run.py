@@ -40,7 +40,7 @@ from ..base.terms import (
     Schedule,
     Weights,
 )
-from .fields import ChoiceSpec, Spec
+from .fields import ChoiceSpec
 from .stacks import TRANSFORMERS, DeepSpeed, StackOptions, check_stack, resolved, stack_from_dict
 
 if TYPE_CHECKING:
@@ -415,7 +415,7 @@ class Training(ChoiceSpec):
 
 
 @dataclass(frozen=True, repr=False)
-class Inference(Spec):
+class Inference(ChoiceSpec):
     """One generation: `batch` prompts of `prompt_len` tokens, each continued by `new_tokens`."""
 
     batch: int = 1
@@ -426,7 +426,8 @@ class Inference(Spec):
     attention: Attention = "sdpa"
     tp: int = 1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, unset: frozenset[str]) -> None:
+        super().__post_init__(unset)
         self._check_counts("batch", "prompt_len", "new_tokens", "tp")
         self._check_choices(weights=WEIGHTS, kv=KV_DTYPES, attention=ATTENTIONS)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import SpecError
+from .generic import generic_sizes
 
 # transformers' model_type; all but the first have a Llama's keys in their configs.
 FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3")
@@ -39,15 +40,15 @@ class MLA:
 def shape_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return ModelSpec's fields as `config`, a transformers config dict, gives them; `where` names it in errors.
 
-    Raises SpecError for a model_type that is not one of FAMILIES, a missing size, a size that is not a whole number
+    Raises SpecError for a model_type that transformers lacks, a missing size, a size that is not a whole number
     >= 1, heads that do not divide.
     """
     read = _Reader(config, where)
     family = config.get("model_type")
     if family is None:
-        raise SpecError(f"{where} lacks 'model_type'; it is one of {', '.join(FAMILIES)}")
+        raise SpecError(f"{where} lacks 'model_type'; give transformers' name of the family, such as 'llama'")
     if family not in FAMILIES:
-        raise SpecError(f"{where}: model_type={family!r} is not supported; give one of {', '.join(FAMILIES)}")
+        return {"family": str(family), **generic_sizes(config, str(family), where)}
     return {"family": family, **(_gpt2(read) if family == "gpt2" else _llama_like(read, family))}
 
 

@@ -54,6 +54,7 @@ class Sizes:
     shared_experts: int = field(init=False, default=0)
     dense_layers: int = field(init=False, default=0)
     mla: MLA | None = field(init=False, default=None)
+    towers: int = field(init=False, default=0)  # parameters of encoders of images or sound, about
 
     @cached_property
     def query_width(self) -> int:

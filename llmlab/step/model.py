@@ -20,6 +20,7 @@ from torch import nn
 
 from ..base.compat import check, symbol
 from ..base.errors import NotAvailable, SpecError
+from ..specs.generic import auto_class, release
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, LoRA, Run, Training
 from ..techniques.checkpointing import KEPT_OPERATORS
@@ -95,15 +96,24 @@ def build_model(
 
 def _on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
     """Return the model in the dtype and with the attention of `run`, on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     # No step reads the begin and end tokens, and in a smaller vocabulary than published transformers warns of them.
-    config = AutoConfig.for_model(**{**spec.config, "bos_token_id": None, "eos_token_id": None})
+    try:
+        config = transformers.AutoConfig.for_model(**{**spec.config, "bos_token_id": None, "eos_token_id": None})
+    except ValueError as error:
+        if "Unrecognized model identifier" not in str(error):
+            raise SpecError(f"{spec.name}: transformers refuses this config: {str(error).strip()}") from None
+        raise NotAvailable(f"transformers {transformers.__version__} has no model_type={spec.family!r}, which "
+                           f"{release()} has; install that release") from None  # fmt: skip
     config.use_cache = isinstance(run, Inference)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # published configs have one
     attention = IMPLEMENTATIONS[run.attention]
     with torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=weight_dtype(run), attn_implementation=attention)
+            auto = getattr(transformers, auto_class(spec.family) or "AutoModelForCausalLM")
+            model = auto.from_config(config, dtype=weight_dtype(run), attn_implementation=attention)
         except ValueError as error:  # Gemma 2: its softcap is in no fused kernel
             if "attn_implementation" not in str(error):
                 raise
@@ -212,12 +222,22 @@ def confined_kernels(spec: ModelSpec, run: Run) -> Iterator[None]:
 
 
 def materialize(model: Model, device: torch.device) -> None:
-    """Put what is on the meta device on `device`, with random values; as in from_pretrained, a tied head takes none."""
-    tied = model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
+    """Put what is on the meta device on `device`, with random values. As in from_pretrained, a weight that several
+    modules share (a tied head, T5's embedding) takes memory once."""
+    owners: dict[int, tuple[nn.Module, str]] = {}  # by identity of the parameter on the meta device
     for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if module is not tied and any(tensor.is_meta for tensor in own):
+        own = dict(module._parameters)
+        for name, parameter in own.items():
+            if parameter is not None and id(parameter) in owners:
+                del module._parameters[name]
+        left = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in left):
             module.to_empty(device=device, recurse=False)
+        shared = {name: owners[id(own[name])] for name in own if name not in module._parameters}
+        owners |= {id(own[name]): (module, name) for name in module._parameters}
+        made = {name: owner._parameters[theirs] for name, (owner, theirs) in shared.items()} | dict(module._parameters)
+        module._parameters.clear()
+        module._parameters.update({name: made[name] for name in own})
     model.initialize_weights()  # buffers too: rotary frequencies
     model.tie_weights()
 

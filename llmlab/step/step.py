@@ -214,7 +214,7 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
         output = None  # the last micro-batch's logits go before this one's forward
         with unsynced(step.model, run) if i < run.accumulation else nullcontext():
             with cast:
-                output = step.model(input_ids=ids, labels=ids)
+                output = step.model(**_arguments(step.model, ids))
             loss = output.loss / run.accumulation
             if step.scaler:
                 loss = step.scaler.scale(loss)
@@ -239,6 +239,21 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
         step.masters.give_weights()
     enter("optimizer")
     optimizer.zero_grad(set_to_none=True)
+
+
+def _arguments(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of a training step's forward pass: the tokens, which are the labels too, or for a model that
+    listens the features of as much sound as it takes, (B, mel bins, frames), with the tokens as labels."""
+    if getattr(model, "main_input_name", "input_ids") == "input_ids":
+        return {"input_ids": ids, "labels": ids}
+    config = model.config
+    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if model.main_input_name != "input_features" or bins is None or positions is None:
+        raise NotAvailable(f"{type(model).__name__} takes {model.main_input_name}, of which llmlab has no example; run "
+                           "your own script under llmlab run")  # fmt: skip
+    frames = 2 * positions  # Whisper's second convolution has a stride of two
+    features = torch.zeros(len(ids), bins, frames, dtype=model.dtype, device=ids.device)
+    return {"input_features": features, "labels": ids}
 
 
 @torch.no_grad()

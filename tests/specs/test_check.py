@@ -41,10 +41,10 @@ def test_what_is_no_run_is_refused_by_every_verb(verb, run):
 @pytest.mark.parametrize("run", [lab.Training(seq_len=64), lab.Inference(prompt_len=64, new_tokens=8)])
 def test_gemma_2_has_no_sdpa_and_every_verb_says_so(run):
     # transformers: Gemma2PreTrainedModel._supports_sdpa = False; flash takes the softcap, eager is written out.
-    said = "gemma2 has no attention='sdpa'; use attention='eager'"
     for verb in (lab.estimate, lab.measure):
-        with pytest.raises(lab.SpecError, match=said):
-            verb("gemma-2-2b", run)
+        with pytest.raises(lab.SpecError, match="gemma2 has no attention='sdpa'; use one of eager, flash"):
+            verb("gemma-2-2b", replace(run, attention="sdpa"))
+    assert lab.estimate("gemma-2-2b", run) == lab.estimate("gemma-2-2b", replace(run, attention="eager"))
     for attention in ("eager", "flash"):
         half = {"precision": "bf16"} if isinstance(run, lab.Training) else {}
         assert lab.estimate("gemma-2-2b", replace(run, attention=attention, **half)).peak_allocated > 5 * 10**9

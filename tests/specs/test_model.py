@@ -113,8 +113,10 @@ def test_a_size_is_a_whole_number_above_zero(key, value):
     [
         ({"num_attention_heads": 7, "num_key_value_heads": 7}, "64 is not divisible by num_attention_heads=7"),
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not divisible by num_key_value_heads=3"),
-        ({"model_type": "bert"}, "model_type='bert' is not supported; give one of gpt2, llama"),
-        ({"model_type": ["llama"]}, "is not supported"),
+        ({"model_type": "llamma"}, "no language model of model_type='llamma'; nearest: llama"),
+        ({"model_type": ["llama"]}, "no language model of model_type"),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "its own code (auto_map)"),
+        ({"model_type": "llava", "text_config": 7}, "text_config=7 is not a config"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is not true or false"),
         ({"attention_dropout": 1.5}, "attention_dropout=1.5 is outside 0 <= attention_dropout < 1"),
         ({"hidden_act": 3}, "hidden_act=3 is not a name"),

@@ -17,7 +17,7 @@ from ...specs.model import model as find_model
 from ...specs.run import Training
 from ..memory.share import share_of
 from ..memory.step import step_memory
-from ..verdict import verdict
+from ..verdict import plainness, verdict
 from .distributed import Step, step
 
 
@@ -67,7 +67,7 @@ def search(
     found = []
     for run in _runs(spec, gpu, devices, batch, settings):
         peak = peak_of(spec, run, gpu)
-        fits = verdict(peak, gpu, devices).outcome == "fits"
+        fits = verdict(peak, gpu, devices, off=plainness(spec)).outcome == "fits"
         found.append(Choice(run, step(spec, run, gpu, nodes, overlap=overlap), peak, fits))
     if not found:
         raise SpecError(f"no mesh of {devices} devices trains batch={batch} sequences of {spec.name}; try a multiple")

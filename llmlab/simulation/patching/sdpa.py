@@ -62,7 +62,8 @@ def prefers_cudnn(card: Capability) -> bool:
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, card: Capability) -> bool:
     D, Dv = query.shape[-1], value.shape[-1]
     fits = (D <= 128 and Dv <= 128) or (D, Dv) == (192, 128)
-    return query.dtype in HALF and fits and D % 8 == 0 and Dv % 8 == 0 and key.shape[2] != 1
+    trains_mask = mask is not None and mask.requires_grad  # autograd has no gradient of cuDNN's bias
+    return query.dtype in HALF and fits and D % 8 == 0 and Dv % 8 == 0 and key.shape[2] != 1 and not trains_mask
 
 
 def _flash(

@@ -1,0 +1,180 @@
+"""Sizes of any language model that transformers has a class for, read from its config without transformers.
+
+`families.json` (tools/families.py writes it) has each model_type's class, its own names for transformers' usual ones,
+and the sizes that its config may leave out. Of a family without formulas of its own the sizes describe a plain
+transformer that is as wide and as deep: what is special about it (convolutions, linear attention, adapters between
+towers) is not in them. A simulation has the real class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from json import loads
+from typing import Any
+
+from ..base.errors import SpecError
+
+UNBOUNDED = 2**30  # positions of a model that has no table of them
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k")
+EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+SHARED = ("n_shared_experts", "num_shared_experts")
+WIDTH = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "mlp_dim")
+
+
+@cache
+def families() -> Mapping[str, Mapping[str, Any]]:
+    """Return what is known of each model_type: class, names, sizes, nested."""
+    return _table()["families"]
+
+
+@cache
+def release() -> str:
+    """Return the release of transformers whose families are known."""
+    return _table()["transformers"]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return loads(files(__package__).joinpath("families.json").read_text(encoding="utf-8"))
+
+
+def auto_class(family: str) -> str | None:
+    """Return the name of the auto class that makes a language model of `family`, "AutoModelForCausalLM" say."""
+    return families().get(family, {}).get("class")
+
+
+def attentions(family: str) -> tuple[str, ...]:
+    """Return the values of `attention` that transformers' class of `family` takes.
+
+    >>> attentions("gemma2")
+    ('eager', 'flash')
+    """
+    known = families().get(family, {}).get("attention", ())
+    return (*known, "efficient") if "sdpa" in known else tuple(known)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config that describes the language model: all of it, or the nested one.
+
+    >>> text_config({"model_type": "llava", "text_config": {"model_type": "llama"}})
+    {'model_type': 'llama'}
+    """
+    for key, nested in _nested(config).items():
+        if any(word in key for word in ("text", "llm", "language", "decoder")):
+            return nested
+    return config
+
+
+def _nested(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the configs in a config, by their keys, each with its model_type."""
+    kinds = families().get(str(config.get("model_type")), {}).get("nested", {})
+    found = {}
+    for key, kind in kinds.items():
+        given = config.get(key) or {}
+        if not isinstance(given, Mapping):
+            raise SpecError(f"{key}={given!r} is not a config; give an object with the sizes of {kind}")
+        found[key] = {"model_type": kind, **given}
+    return found
+
+
+def generic_sizes(config: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
+    """Return ModelSpec's fields for a `config` of `family`, with transformers' defaults where it leaves one out.
+
+    Raises SpecError for a model_type that transformers has no language model of, and for sizes that cannot be.
+    """
+    if auto_class(family) is None:
+        near = get_close_matches(family, [name for name, entry in families().items() if "class" in entry], n=3)
+        nearest = f"; nearest: {', '.join(near)}" if near else ""
+        raise SpecError(f"{where}: transformers {release()} has no language model of model_type={family!r}{nearest}")
+    text = text_config(config)
+    read = _Sizes(text, where)
+    hidden, layers = read.size("hidden_size"), read.layers()
+    heads = read.size("num_attention_heads", default=max(1, hidden // 64))
+    intermediate = read.size(*WIDTH, default=4 * hidden)
+    activation = read.text("hidden_act", "hidden_activation", "activation_function", "feed_forward_proj")
+    projection = read.text("feed_forward_proj")  # T5's
+    gated = projection.startswith("gated") if projection else read.gated
+    sizes = dict(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=min(heads, read.size("num_key_value_heads", default=heads)),
+        head_dim=read.size("head_dim", "d_kv", default=max(1, hidden // heads)),
+        intermediate=intermediate,
+        vocab=read.size("vocab_size", default=1),
+        max_positions=read.size("max_position_embeddings", default=UNBOUNDED),
+        tied=bool(read.value("tie_word_embeddings", config.get("tie_word_embeddings", True))),
+        norm="rmsnorm" if gated else "layernorm",
+        gated=gated,
+        activation=activation or "silu",
+        towers=sum(_tower(_Sizes(nested, where)) for nested in _nested(config).values() if nested != text),
+    )
+    if experts := read.size(*EXPERTS, default=0, least=0):
+        width = read.size(*EXPERT_WIDTH, default=intermediate)
+        shared = read.size("shared_expert_intermediate_size", "shared_intermediate_size", default=0, least=0)
+        sizes.update(
+            experts=experts,
+            experts_per_token=min(experts, read.size(*PER_TOKEN, default=1)),
+            moe_intermediate=width,
+            shared_experts=shared // width if shared else read.size(*SHARED, default=0, least=0),
+            dense_layers=min(layers, read.size("first_k_dense_replace", default=0, least=0)),
+        )
+    return sizes
+
+
+def _tower(read: _Sizes) -> int:
+    """Return about the parameters of an encoder of images or sound: 4 w² + 2 w f for each block of width w."""
+    width = read.size("hidden_size", "embed_dim", "d_model", default=0, least=0)
+    layers = read.size("num_hidden_layers", "depth", "num_layers", "encoder_layers", default=0, least=0)
+    ratio = read.value("mlp_ratio", 4)
+    inner = read.size(*WIDTH, default=round(ratio * width) if isinstance(ratio, (int, float)) else 4 * width, least=0)
+    return layers * width * (4 * width + 2 * inner)
+
+
+class _Sizes:
+    """Sizes of one config by transformers' usual names, its own or the family's default."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config, self.where = config, where
+        entry = families().get(str(config.get("model_type")), {})
+        self.names, self.defaults = entry.get("names", {}), entry.get("sizes", {})
+        self.gated = bool(entry.get("gated", True))
+
+    def value(self, name: str, default: Any = None) -> Any:
+        own = self.names.get(name, name)
+        for source in (self.config, self.defaults):
+            for key in (own, name):
+                if source.get(key) is not None:
+                    return source[key]
+        return default
+
+    def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """Return the first of `names` that the config has; of a list, one for each layer, the largest."""
+        for name in names:
+            value = self.value(name)
+            if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
+                value = max(value)
+            if value is None or (value == 0 and default is not None):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise SpecError(f"{self.where}: {name}={value!r} is not a whole number >= {least}")
+            return value
+        if default is None:
+            raise SpecError(f"{self.where} lacks {names[0]!r}; give a whole number >= {least}")
+        return default
+
+    def layers(self) -> int:
+        """Return the blocks of an encoder and of a decoder together, where a model has both."""
+        both = self.size("encoder_layers", default=0, least=0) + self.size("decoder_layers", default=0, least=0)
+        if self.value("num_decoder_layers"):
+            encoder = self.size("num_layers", "num_encoder_layers", "num_hidden_layers", default=0, least=0)
+            both = encoder + (self.config.get("num_decoder_layers") or encoder)  # T5's is as deep
+        kinds = self.value("layer_types") or self.value("layers_block_type") or ()
+        return both or (len(kinds) if kinds else self.size("num_hidden_layers", "num_layers"))
+
+    def text(self, *names: str) -> str:
+        return next((value for name in names if isinstance(value := self.value(name), str)), "")
