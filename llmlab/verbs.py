@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, overload
 
 from .base.errors import NotAvailable, SpecError, need_packages
 from .base.notes import Note
 from .hardware.gpu import GPU, assumed_memory
+from .hardware.gpu import gpu as find_gpu
 from .hardware.this_machine import host
 from .report import Comparison, Report
-from .specs.model import ModelLike
+from .specs.model import ModelLike, ModelSpec
 from .specs.model import model as find_model
 from .specs.run import Inference, Run, Training
 from .specs.stacks import StackOptions
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from .planning.levers import Fix
     from .planning.out_of_memory import OutOfMemory
     from .planning.result import Plan
+    from .traces.trace import Trace
 
 __all__ = ["compare", "estimate", "fix", "measure", "meter", "plan", "records", "simulate", "write"]
 
@@ -48,7 +52,32 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     """
     from .formulas.report import estimated
 
-    return _assuming(estimated(model, run, gpu, cluster), gpu)
+    spec = find_model(model)
+    if gpu is not None and not spec.has_formulas:
+        _derive(spec, run, gpu)
+    return _assuming(estimated(spec, run, gpu, cluster), gpu)
+
+
+def _derive(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
+    """Return the trace of `run`, which is made and kept if there is none yet; None where none can be made."""
+    from .specs.check import check
+    from .traces.store import find, has_trace, keep
+
+    if gpu == "cpu" or not has_trace(run):
+        return None
+    card = find_gpu(gpu)
+    run = check(spec, run, card)
+    assert isinstance(run, Training)
+    if (found := find(spec, run, card)) or not all(map(find_spec, ("torch", "transformers"))):
+        return found
+    from .simulation.tracing import derived
+
+    print(f"Deriving the formulas of {spec.name} from the code of transformers; this happens once.", file=sys.stderr)
+    try:
+        keep(spec, run, card, derived(spec, run, card))
+    except NotAvailable:
+        return None
+    return find(spec, run, card)
 
 
 def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:

@@ -18,6 +18,8 @@ from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..specs.stacks import Megatron, Torchtune
+from ..traces.store import find, has_trace
+from ..traces.trace import Trace
 from .inference import inference_moments
 from .memory.moments import Moment
 from .memory.share import bytes_of, share_of
@@ -48,11 +50,14 @@ def assessed(
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
     run = check(spec, run, card)
-    held = _held(spec, run, card, cpu)
+    trace, held = None, None
+    if card and not spec.has_formulas and has_trace(run) and (trace := find(spec, run, card)):
+        held = _traced(trace, run)
+    held = held or _held(spec, run, card, cpu)
     peaks, peak = held.peaks, held.peak
     fit = Verdict("unknown", 0, 0)
     if card:
-        fit = verdict(max(peaks), card, run.world_size, holes(run), plainness(spec))
+        fit = verdict(max(peaks), card, run.world_size, holes(run), 1.0 if trace else plainness(spec))
     over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
     time = timing(spec, run, card, cluster)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
@@ -82,6 +87,7 @@ def assessed(
         mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
+            *(() if spec.has_formulas else (_origin(spec, trace),)),
             *_notes(spec, run, card, peaks, fit, time.notes),
         ),
     )
@@ -132,6 +138,23 @@ def _held_in_training(spec: ModelSpec, run: Training, card: GPU | None, cpu: boo
     return _summed([stage.moments() for stage in stages], stages[0].activations_by_kind)
 
 
+def _traced(trace: Trace, run: Training) -> _Held:
+    """Return the moments of a trace, of which a pipeline has none."""
+    sizes = run.micro_batch, run.seq_len
+    moments = [Moment(each.phase, each.place, trace.parts(each, *sizes)) for each in trace.moments]
+    return _summed([moments], {})
+
+
+def _origin(spec: ModelSpec, trace: Trace | None) -> Note:
+    """Say where an estimate is from whose family has no formulas."""
+    plain = f"a plain transformer of the sizes of {spec.name}, with a wider margin"
+    if trace:
+        derived = f"The memory is derived from the code of {spec.family} in transformers"
+        return Note("derived-memory", f"{derived}; the time is that of {plain}.")
+    real = "`llmlab simulate` runs the real class"
+    return Note("plain-transformer", f"{spec.family} has no formulas here. The estimate is that of {plain}; {real}.")
+
+
 def _summed(stages: list[list[Moment]], kept: dict[str, int]) -> _Held:
     totals = [[(moment, moment.total) for moment in stage] for stage in stages]
     peaks = [max([total for _, total in stage]) for stage in totals]
@@ -159,10 +182,6 @@ def _notes(
     spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, of_time: tuple[Note, ...]
 ) -> Iterator[Note]:
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
-    if not spec.has_formulas:
-        plain = "has no formulas of its own. The estimate is that of a plain transformer of the same sizes"
-        real = "with a wider margin; `llmlab simulate` runs the real class"
-        yield Note("plain-transformer", f"The family {spec.family} {plain}, {real}.")
     if isinstance(run, Training) and run.quantization:
         yield from _around_quantized(run)
     if pages_states(run):

@@ -58,16 +58,18 @@ def logits_sizes(spec: ModelSpec, run: Run) -> list[int]:
 
 def divide(events: Sequence[Event], marks: Sequence[Mark], logits: Iterable[int] = ()) -> Division:
     """Return what `events` amounted to in the phases that `marks` begin; `logits`: sizes of a logits tensor, bytes."""
-    moments: list[Event | Mark] = [*events, *marks]
-    moments.sort(key=lambda moment: moment.time)
-    return _replay(_blocks(moments, frozenset(logits)))
+    return divided(changes_of(events, marks, logits))
 
 
 # A change of the live bytes: the phase it happened in, the block it is of, and +size, -size or, at a phase's begin, 0.
 Change = tuple[str | None, Block | None, int]
 
 
-def _blocks(moments: Sequence[Event | Mark], logits: frozenset[int]) -> list[Change]:
+def changes_of(events: Sequence[Event], marks: Sequence[Mark], sizes: Iterable[int] = ()) -> list[Change]:
+    """Return the changes in their order, every block with its part; `sizes` as `divide` takes them for `logits`."""
+    moments: list[Event | Mark] = [*events, *marks]
+    moments.sort(key=lambda moment: moment.time)
+    logits = frozenset(sizes)
     changes: list[Change] = []
     live: dict[int, Block] = {}
     phase, begun = None, 0
@@ -115,7 +117,8 @@ def _part(block: Block, logits: frozenset[int], forever: bool) -> str:
     return block.part or TEMPORARIES
 
 
-def _replay(changes: Sequence[Change]) -> Division:
+def divided(changes: Sequence[Change]) -> Division:
+    """Return what these changes amounted to."""
     phases: dict[str, int] = {}
     live_bytes: dict[str, int] = {}
     total, peak, peak_phase, at_peak, peak_change = 0, -1, None, {}, -1

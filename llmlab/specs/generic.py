@@ -72,7 +72,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _nested(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the configs in a config, by their keys, each with its model_type."""
     kinds = families().get(str(config.get("model_type")), {}).get("nested", {})
-    found = {}
+    found: dict[str, Mapping[str, Any]] = {}
     for key, kind in kinds.items():
         given = config.get(key) or {}
         if not isinstance(given, Mapping):

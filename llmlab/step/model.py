@@ -72,7 +72,7 @@ def build_model(
     """
     device = torch.device(device)
     _check_libraries(run, device)
-    model: Any = _on_meta(spec, run)
+    model: Any = on_meta(spec, run)
     if quantization := quantization_of(run):
         compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
         model = quantize_linears(model, quantization, compute, device, load_order)
@@ -94,7 +94,7 @@ def build_model(
     return compiled
 
 
-def _on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
+def on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
     """Return the model in the dtype and with the attention of `run`, on the meta device."""
     import transformers
 

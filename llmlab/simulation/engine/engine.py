@@ -117,6 +117,7 @@ class Engine(TorchDispatchMode):
         self.stream = 0  # the CUDA stream in use: its freed blocks are its own
         self.place: Callable[[], Any] | None = None  # where the operator that runs belongs (places)
         self.places: dict[int, Any] = {}  # by the time of an allocation: where it belongs
+        self.requests: dict[int, int] = {}  # by the time of an allocation: the bytes that were asked for
         self.asked: Any = None  # where the last request came from, granted or not
         self.defers: frozenset[type] = frozenset()  # tensors made of others (DTensor): operators are seen on those
         self._time = 0
@@ -325,6 +326,7 @@ class Engine(TorchDispatchMode):
         self.events.append(Event(self._time, address, block))
         if self.place is not None:
             self.places[self._time], self._born[address] = self.asked, self._time
+            self.requests[self._time] = size
         if self.observer is not None:
             self.observer.allocated(address, size)
         return address

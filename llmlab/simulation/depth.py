@@ -1,0 +1,132 @@
+"""A model's layers as a beginning and a group that repeats, and the same model with fewer groups.
+
+Which layers are alike is read off the class, on the meta device: the names, types, shapes and settings of a layer's
+modules (its window, say, or its kind). A model with fewer layers must have the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from ..base.errors import NotAvailable, SpecError
+from ..specs.generic import families, text_config
+from ..specs.model import ModelSpec
+from ..specs.run import Training
+from ..step.model import on_meta
+
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+          "num_decoder_layers")  # fmt: skip
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A model's `layers`: the `first` ones do not repeat, the others are groups of `period` layers (0: none repeat).
+
+    With `least` layers the model has a first and a last group, and its last layers are those of the whole model.
+    `stacks` are the paths of the module lists that hold the layers; an encoder and a decoder have one each.
+    """
+
+    layers: int
+    first: int
+    period: int
+    least: int
+    stacks: tuple[str, ...]
+
+    @property
+    def groups(self) -> int:
+        """How many groups the model has beyond its least layers."""
+        return (self.layers - self.least) // self.period if self.period else 0
+
+    def deeper(self, path: str) -> str:
+        """Return the path that the module at `path` of the least deep model has with one more group before the last.
+
+        >>> Depth(32, 0, 1, 2, ("model.layers",)).deeper("model.layers.1.mlp")
+        'model.layers.2.mlp'
+        """
+        for stack in self.stacks if self.period else ():
+            found = re.search(rf"(^|\.){re.escape(stack)}\.(\d+)", path)
+            if found and int(found[2]) >= self.first + self.period:
+                return f"{path[: found.start(2)]}{int(found[2]) + self.period}{path[found.end(2) :]}"
+        return path
+
+
+@lru_cache(maxsize=64)
+def depth_of(spec: ModelSpec) -> Depth:
+    """Return which layers of `spec` repeat."""
+    stacks = _stacks(spec)
+    lengths = {len(layers) for layers in stacks.values()}
+    if len(lengths) != 1:
+        return Depth(spec.layers, 0, 0, spec.layers, tuple(stacks))
+    columns = list(zip(*stacks.values(), strict=True))
+    count = len(columns)
+    for length in range(2, count):  # of the beginning and two groups
+        for period in range(1, length // 2 + 1):
+            first = length - 2 * period
+            least = length + (count - length) % period
+            repeats = all(columns[i] == columns[i + period] for i in range(first, count - period))
+            if repeats and least + period <= count and _has(spec, least, columns):
+                return Depth(count, first, period, least, tuple(stacks))
+    return Depth(count, 0, 0, count, tuple(stacks))
+
+
+def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
+    """Return `spec` with its first `layers` layers, in an encoder and in a decoder."""
+    config = spec.config
+    text = dict(text_config(config))
+    known = families().get(text["model_type"], {})
+    whole = {**known.get("sizes", {}), **text}
+    names = {*COUNTS, known.get("names", {}).get("num_hidden_layers", "num_hidden_layers")}
+    counts = {name: whole[name] for name in names if isinstance(whole.get(name), int)}
+    text |= dict.fromkeys(counts, layers)
+    for name, value in list(text.items()):
+        if isinstance(value, (list, str)) and len(value) in counts.values():
+            text[name] = value[:layers]  # one for each layer
+        elif isinstance(value, list) and name.endswith("layers") and all(isinstance(each, int) for each in value):
+            text[name] = [each for each in value if each < layers]  # their numbers
+    if config["model_type"] != text["model_type"]:
+        nested = families()[config["model_type"]]["nested"]
+        text = config | {next(key for key, kind in nested.items() if kind == text["model_type"]): text}
+    return replace(spec, name=f"{spec.name}, {layers} layers", config_json=json.dumps(text))
+
+
+def _has(spec: ModelSpec, layers: int, columns: list[Any]) -> bool:
+    """Whether the model with so many layers has the first ones of `columns`."""
+    try:
+        found = _stacks(with_layers(spec, layers))
+    except (SpecError, NotAvailable):
+        return False
+    return list(zip(*found.values(), strict=False)) == columns[:layers]
+
+
+def _stacks(spec: ModelSpec) -> dict[str, list[Signature]]:
+    """Return the module lists that hold as many layers as the config says, by path, with a signature of each layer."""
+    model = on_meta(spec, Training(attention="eager"))
+    text = text_config(spec.config)
+    known = {**families().get(text["model_type"], {}).get("sizes", {}), **text}
+    counts = {value for name, value in known.items() if name in COUNTS} | {spec.layers}
+    return {
+        path: [_signature(layer) for layer in module]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) in counts and "vision" not in path
+    }
+
+
+def _signature(layer: nn.Module) -> Signature:
+    """Return what says that two layers are alike: their modules' names, types, parameters' shapes and settings."""
+    return tuple(
+        (name, type(module).__name__, tuple((key, tuple(each.shape)) for key, each in module._parameters.items()
+                                            if each is not None), _settings(module))
+        for name, module in layer.named_modules()
+    )  # fmt: skip
+
+
+def _settings(module: nn.Module) -> Signature:
+    plain = ((key, value) for key, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
+    return tuple((key, value) for key, value in plain if "idx" not in key and "index" not in key)

@@ -1,0 +1,79 @@
+"""Traces kept: in this process, and in the user's cache under a name that has all that a trace depends on."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..base.files import write_whole
+from ..base.version import __version__
+from ..hardware.gpu import GPU
+from ..specs.model import ModelSpec
+from ..specs.run import Run, Training
+from ..specs.stacks import TRANSFORMERS
+from .points import range_of
+from .trace import Trace
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
+_kept: dict[str, Trace] = {}
+
+
+def has_trace(run: Run) -> TypeGuard[Training]:
+    """Whether a step of `run` can have a trace: one of transformers on one GPU, eager, without states on the host."""
+    if not isinstance(run, Training) or run.world_size > 1 or run.stack != TRANSFORMERS:
+        return False
+    return not (run.zero or run.offload or run.compile or run.fp8)
+
+
+def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
+    """Return the trace of `run` if there is one; a file that cannot be read counts as none."""
+    for fixed in (False, True):
+        key = _key(spec, run, card, fixed)
+        if key not in _kept:
+            try:
+                _kept[key] = Trace.from_dict(json.loads(_file(key).read_text(encoding="utf-8")))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+                continue
+        return _kept[key]
+    return None
+
+
+def keep(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> None:
+    """Keep `trace` for every run of its range; where the cache cannot be written, in this process alone."""
+    key = _key(spec, run, card, trace.fixed)
+    _kept[key] = trace
+    with suppress(OSError):  # of a read-only home: it is derived again in the next process
+        write_whole(_file(key), json.dumps(trace.to_dict(), separators=(",", ":")))
+
+
+def _key(spec: ModelSpec, run: Training, card: GPU, fixed: bool) -> str:
+    options = {name: value for name, value in run.to_dict().items() if name not in ("micro_batch", "seq_len")}
+    where = range_of(run.micro_batch, run.seq_len, fixed)
+    data = [__version__, _versions(), json.loads(spec.config_json), options, where, card.name]
+    return sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]
+
+
+@cache
+def _versions() -> list[str]:
+    found = []
+    for library in LIBRARIES:
+        try:
+            found.append(f"{library} {version(library)}")
+        except PackageNotFoundError:
+            found.append(library)
+    return found
+
+
+def _file(key: str) -> Path:
+    from platformdirs import user_cache_dir
+
+    return Path(os.environ.get("LLMLAB_CACHE") or user_cache_dir("llmlab")) / "traces" / f"{key}.json"

@@ -1,0 +1,106 @@
+"""A trace: what a step of the real code has allocated at its highest moments, as polynomials of its sizes.
+
+    B  sequences     T  tokens of a sequence     n  repeated layers beyond those that were traced
+
+The size of a tensor is B^i (c + c' T + c'' T²) bytes, which the allocator rounds up. A moment is a set of live tensors
+that no other moment contains; with n more layers it holds n times as many more of some. Only moments of the first and
+the last layers are here: in forward those in between hold less than the last, in backward their bytes go linearly from
+the last to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ..base.terms import PARTS
+
+# c10/core/AllocatorConfig.h: every request is rounded up to BLOCK bytes. From LARGE on it has a segment of its own, a
+# multiple of SEGMENT, of which the rest is split off only if it is more than REST; otherwise it counts as allocated.
+BLOCK, LARGE, SEGMENT, REST = 512, 10 * 2**20, 2 * 2**20, 2**20
+
+
+def block_of(size: int) -> int:
+    """Return what the caching allocator gives for a request of `size` bytes, in a segment that is new.
+
+    >>> block_of(1), block_of(12 * 2**20 - 2**19) == 12 * 2**20
+    (512, True)
+    """
+    rounded = -(-size // BLOCK) * BLOCK
+    rest = -rounded % SEGMENT
+    return rounded + rest if rounded >= LARGE and rest <= REST else rounded
+
+
+class Term(NamedTuple):
+    """A tensor of B ** `batch` · (c + c' T + c'' T²) bytes, with the `coefficients` c, c', c'' (those that are not 0).
+
+    `part` is the report's. `module` and `operator` say where the code allocates it; layers' numbers are *.
+    """
+
+    batch: int
+    coefficients: tuple[float, ...]
+    part: str
+    module: str
+    operator: str
+
+    def size(self, batch: int, tokens: int) -> int:
+        """Return the bytes that are asked for."""
+        factors = [factor * tokens**power for power, factor in enumerate(self.coefficients)]
+        return round(batch**self.batch * sum(factors))
+
+    def bytes(self, batch: int, tokens: int) -> int:
+        """Return the bytes that the allocator gives."""
+        return block_of(self.size(batch, tokens))
+
+
+class Moment(NamedTuple):
+    """The tensors alive in `phase` when `place` asks for memory: by the number of the term, how many there are, and how
+    many more for each further group of layers."""
+
+    phase: str
+    place: str
+    counts: Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The terms and moments of a step of a model that has `groups` groups of layers beyond the least that it can have.
+    `fixed`: T is what it was where the trace was made, so that polynomials are in B alone."""
+
+    groups: int
+    fixed: bool
+    terms: tuple[Term, ...]
+    moments: tuple[Moment, ...]
+
+    def totals(self, batch: int, tokens: int, groups: int | None = None) -> list[int]:
+        """Return the bytes of each moment, with so many further groups."""
+        more = self.groups if groups is None else groups
+        sizes = [term.bytes(batch, tokens) for term in self.terms]
+        return [
+            sum([sizes[term] * (few + more * each) for term, (few, each) in moment.counts.items()])
+            for moment in self.moments
+        ]
+
+    def parts(self, moment: Moment, batch: int, tokens: int) -> dict[str, int]:
+        """Return the bytes of a moment by part of a report."""
+        more, found = self.groups, dict[str, int]()
+        for number, (few, each) in moment.counts.items():
+            term = self.terms[number]
+            part = term.part if term.part in PARTS else "other"
+            found[part] = found.get(part, 0) + term.bytes(batch, tokens) * (few + more * each)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trace:
+        """Return the trace that `to_dict` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+        terms = (Term(term[0], tuple(term[1]), *term[2:]) for term in data["terms"])
+        moments = (
+            Moment(phase, place, {int(term): (few, each) for term, (few, each) in counts.items()})
+            for phase, place, counts in data["moments"]
+        )
+        return cls(int(data["groups"]), bool(data["fixed"]), tuple(terms), tuple(moments))
