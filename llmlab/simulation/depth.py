@@ -86,7 +86,8 @@ def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
     counts = {name: whole[name] for name in names if isinstance(whole.get(name), int)}
     text |= dict.fromkeys(counts, layers)
     for name, value in list(text.items()):
-        if isinstance(value, (list, str)) and len(value) in counts.values():
+        listed = isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
+        if listed and len(value) in counts.values():
             text[name] = value[:layers]  # one for each layer
         elif isinstance(value, list) and name.endswith("layers") and all(isinstance(each, int) for each in value):
             text[name] = [each for each in value if each < layers]  # their numbers

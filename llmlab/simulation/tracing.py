@@ -71,14 +71,16 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
 
 def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]], fixed: bool) -> Trace:
     depth = depth_of(spec)
-    shallow = deep = _traced(with_layers(spec, depth.least) if depth.period else spec, run, card, at)
+    numbers: dict[Term, int] = {}
+    shallow = deep = _traced(with_layers(spec, depth.least) if depth.period else spec, run, card, at, numbers)
     peaks = [(0, sizes, step.peak) for sizes, step in zip(at, shallow.steps, strict=True)]
     if depth.period:
         more = with_layers(spec, depth.least + depth.period)
         step = _step(more, replace(run, micro_batch=at[0][0], seq_len=at[0][1]), card)
-        deep = _Traced(dict(_moments(step, _terms_like(shallow.terms, step, at[0]))))
+        terms = _terms_like(shallow.terms, step, at[0])
+        deep = _Traced(dict(_moments(step, terms, numbers)), terms)
         peaks.append((1, at[0], step.peak))
-    trace = replace(_joined(depth, shallow, deep), fixed=fixed)
+    trace = replace(_joined(depth, shallow, deep, [*numbers]), fixed=fixed)
     for groups, sizes, peak in peaks:
         found = max(trace.totals(*sizes, groups=groups))
         if abs(found / peak - 1) > APART:
@@ -110,20 +112,26 @@ def shown(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")
 
 
-class _Traced(NamedTuple):
-    """The steps of one depth as one: its moments by name, and the terms of its requests."""
+Name = tuple[str, str, str, int]  # of a moment: phase, module, operator, and the how manieth of these it is
 
-    moments: dict[tuple[str, ...], tuple[str, str, Counter[Term]]]
-    terms: Sequence[Term] = ()
+
+class _Traced(NamedTuple):
+    """The steps of one depth as one: by the name of each moment how many tensors of each term are alive, and the terms
+    of the requests, each in its own layer."""
+
+    moments: dict[Name, dict[int, int]]
+    terms: Sequence[Term]
     steps: Sequence[_Step] = ()
 
 
-def _traced(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]]) -> _Traced:
+def _traced(
+    spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]], numbers: dict[Term, int]
+) -> _Traced:
     steps = [_step(spec, replace(run, micro_batch=batch, seq_len=tokens), card) for batch, tokens in at]
     if any(step.changes != steps[0].changes for step in steps):
         raise Untraceable(f"{spec.name} runs other operators at other sizes")
     terms = [_term([step.requests[number] for step in steps], at) for number in range(len(steps[0].requests))]
-    return _Traced(dict(_moments(steps[0], terms)), terms, steps)
+    return _Traced(dict(_moments(steps[0], terms, numbers)), terms, steps)
 
 
 def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
@@ -133,19 +141,22 @@ def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
     numbers: dict[int, int] = {}
     changes: list[tuple[str | None, int]] = []
     found: list[Change] = changes_of(engine.events, recording.marks, blocks_of(logits_sizes(spec, run)))
+    freed: list[int] = []  # one after another, in an order that may be that of addresses (autocast's cache)
     for phase, block, size in found:
+        if block is not None and size < 0:
+            freed.append(numbers[id(block)])
+            continue
+        changes += [(None, -number) for number in sorted(freed)]
+        freed.clear()
         if block is None:
             changes.append((phase, 0))
-        elif size < 0:
-            changes.append((phase, -numbers[id(block)]))
         else:
             place = engine.places[block.born]
             assert block.part is not None
             requests.append(_Request(engine.requests[block.born], block.part, place.module, place.operator))
             numbers[id(block)] = len(requests)
             changes.append((phase, len(requests)))
-    peak = divided(found).peak
-    return _Step(requests, changes, peak)
+    return _Step(requests, changes, divided(found).peak)
 
 
 def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:
@@ -185,61 +196,65 @@ def _parabola(values: Sequence[Fraction], lengths: Sequence[int]) -> tuple[Fract
     return found if right else None
 
 
-def _moments(step: _Step, terms: list[Term]) -> Iterator[tuple[tuple[str, ...], tuple[str, str, Counter[Term]]]]:
-    """Yield the name of each moment at which something was allocated last, its phase, its place, and what is alive."""
-    live: Counter[Term] = Counter()
+def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> Iterator[tuple[Name, dict[int, int]]]:
+    """Yield the name of each moment before something is freed, and how many tensors of each term are alive: by its
+    number among `numbers`, which has the same term of all layers once."""
+    anonymous = [term._replace(module=collapsed(term.module)) for term in terms]
+    indices = [numbers.setdefault(term, len(numbers)) for term in anonymous]
+    live: Counter[int] = Counter()
     last: tuple[str, Term] | None = None
-    seen: Counter[tuple[str, ...]] = Counter()
+    seen: Counter[tuple[str, str, str]] = Counter()
     for phase, number in (*step.changes, (None, 0)):
         if number > 0:
-            term = terms[number - 1]
-            live[term] += 1
-            last = (phase, term) if phase is not None else None
+            live[indices[number - 1]] += 1
+            last = (phase, terms[number - 1]) if phase is not None else None
             continue
         if last is not None:
-            name = (last[0], last[1].module, last[1].operator)
+            name = last[0], last[1].module, last[1].operator
             seen[name] += 1
-            yield (*name, str(seen[name])), (last[0], last[1].operator, Counter(live))
+            yield (*name, seen[name]), dict(live)
             last = None
         if number < 0:
-            live[terms[-number - 1]] -= 1
+            live[indices[-number - 1]] -= 1
+        elif phase is not None:  # a phase begins, which may allocate nothing
+            name = phase, "", "its beginning"
+            seen[name] += 1
+            yield (*name, seen[name]), dict(live)
 
 
-def _joined(depth: Depth, shallow: _Traced, deep: _Traced) -> Trace:
+def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]) -> Trace:
     """Return the trace of two depths: what the deeper one has more in the same moment is one more group of layers."""
-    terms: dict[Term, int] = {}
     moments = []
-    for name, (phase, place, counts) in shallow.moments.items():
-        twin = deep.moments.get((name[0], depth.deeper(name[1]), *name[2:]))
-        if twin is None:
-            raise Untraceable(f"{place} in {name[1]} is not in a deeper model")
-        few, many = _anonymous(counts), _anonymous(twin[2])
-        moments.append(Moment(phase, f"{place} in {name[1]}", {
-            terms.setdefault(term, len(terms)): (few[term], many[term] - few[term]) for term in {**few, **many}
-            if few[term] or many[term]
-        }))  # fmt: skip
-    return Trace(depth.groups, False, tuple(terms), tuple(_highest(moments, len(terms))))
+    for name, few in shallow.moments.items():
+        phase, module, operator, number = name
+        many = deep.moments.get((phase, depth.deeper(module), operator, number))
+        if many is None:
+            raise Untraceable(f"{operator} in {module} is not in a deeper model")
+        counts = {term: (few.get(term, 0), many.get(term, 0) - few.get(term, 0)) for term in {**few, **many}}
+        place = f"{operator} in {module}" if module else operator
+        moments.append(Moment(phase, place, {term: count for term, count in counts.items() if any(count)}))
+    kept = _highest(moments, terms)
+    used = sorted({term for moment in kept for term in moment.counts})
+    fewer = {term: number for number, term in enumerate(used)}
+    renumbered = (Moment(phase, place, {fewer[term]: count for term, count in counts.items()})
+                  for phase, place, counts in kept)  # fmt: skip
+    return Trace(depth.groups, False, tuple(terms[term] for term in used), tuple(renumbered))
 
 
-def _anonymous(counts: Counter[Term]) -> Counter[Term]:
-    """Return counts by term, those of all layers together."""
-    found: Counter[Term] = Counter()
-    for term, count in counts.items():
-        found[term._replace(module=collapsed(term.module))] += count
-    return found
-
-
-def _highest(moments: list[Moment], terms: int) -> list[Moment]:
-    """Return the moments that no other one of their phase contains, in their order."""
-    counts = np.zeros((len(moments), 2 * terms), dtype=np.int64)
+def _highest(moments: Sequence[Moment], terms: Sequence[Term]) -> list[Moment]:
+    """Return the moments for which no other one of their phase has as many tensors of each size, in their order."""
+    sizes: dict[tuple[int, tuple[float, ...]], int] = {}
+    columns = [sizes.setdefault((term.batch, term.coefficients), len(sizes)) for term in terms]
+    counts = np.zeros((len(moments), 2, len(sizes)), dtype=np.int64)
     for row, moment in zip(counts, moments, strict=True):
-        for term, (few, each) in moment.counts.items():
-            row[term], row[terms + term] = few, each
+        for term, both in moment.counts.items():
+            row[:, columns[term]] += both
+    flat = counts.reshape(len(moments), -1)
+    phases = np.array([moment.phase for moment in moments])
     kept = []
     for number, moment in enumerate(moments):
-        contain = (counts >= counts[number]).all(axis=1)
-        equal = (counts == counts[number]).all(axis=1)
-        others = (i for i in np.flatnonzero(contain) if i != number and moments[i].phase == moment.phase)
-        if not any(not equal[i] or i < number for i in others):  # of equal ones the first stays
+        others = np.flatnonzero((flat >= flat[number]).all(axis=1) & (phases == moment.phase))
+        # Of equal moments the first stays.
+        if not any((flat[other] != flat[number]).any() or other < number for other in others if other != number):
             kept.append(moment)
     return kept

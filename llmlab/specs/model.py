@@ -1,4 +1,4 @@
-"""ModelSpec: what a decoder-only language model consists of, as numbers, read without torch.
+"""ModelSpec: what a language model consists of, as numbers, read without torch.
 
     >>> spec = model("Llama-3.1-8B")
     >>> print(spec)
@@ -141,8 +141,8 @@ def model(source: ModelLike) -> ModelSpec:
 
     Names are read without regard to case, with or without the organisation: "gpt2", "llama-3.1-8b". Another
     "organisation/model" is read from Hugging Face's cache, where `llmlab models --download` or a library of theirs put
-    it; nothing is fetched here. Raises UnknownName for a name that is none of these, SpecError for a config that
-    cannot be.
+    it; nothing is fetched here. A config may be of any family that transformers has a language model of. Raises
+    UnknownName for a name that is none of these, SpecError for a config that cannot be.
     """
     if isinstance(source, ModelSpec):
         return source

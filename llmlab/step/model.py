@@ -99,13 +99,14 @@ def on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
     import transformers
 
     # No step reads the begin and end tokens, and in a smaller vocabulary than published transformers warns of them.
+    unread = {"bos_token_id": None, "eos_token_id": None} if spec.has_formulas else {}
     try:
-        config = transformers.AutoConfig.for_model(**{**spec.config, "bos_token_id": None, "eos_token_id": None})
-    except ValueError as error:
-        if "Unrecognized model identifier" not in str(error):
-            raise SpecError(f"{spec.name}: transformers refuses this config: {str(error).strip()}") from None
-        raise NotAvailable(f"transformers {transformers.__version__} has no model_type={spec.family!r}, which "
-                           f"{release()} has; install that release") from None  # fmt: skip
+        config = transformers.AutoConfig.for_model(**{**spec.config, **unread})
+    except Exception as error:  # a config class may raise anything for values that cannot be
+        if "Unrecognized model identifier" in str(error):
+            raise NotAvailable(f"transformers {transformers.__version__} has no model_type={spec.family!r}, which "
+                               f"{release()} has; install that release") from None  # fmt: skip
+        raise _refused(spec, error) from None
     config.use_cache = isinstance(run, Inference)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # published configs have one
@@ -114,13 +115,19 @@ def on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
         try:
             auto = getattr(transformers, auto_class(spec.family) or "AutoModelForCausalLM")
             model = auto.from_config(config, dtype=weight_dtype(run), attn_implementation=attention)
-        except ValueError as error:  # Gemma 2: its softcap is in no fused kernel
-            if "attn_implementation" not in str(error):
-                raise
+        except Exception as error:  # so may a model class
+            if "attn_implementation" not in str(error):  # Gemma 2: its softcap is in no fused kernel
+                raise _refused(spec, error) from None
             what = f"transformers' {spec.family} has no attention={run.attention!r}"
             raise NotAvailable(f"{what}; use attention='eager'") from None
     model.loss_type = model.loss_type or "ForCausalLM"  # what transformers falls back to, with a warning
     return model
+
+
+def _refused(spec: ModelSpec, error: Exception) -> SpecError:
+    reason = " ".join(str(error).split())[:300]
+    return SpecError(f"{spec.name}: transformers cannot build this config of {spec.family} ({reason}); give one that "
+                     "AutoModel.from_config accepts")  # fmt: skip
 
 
 def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Model:

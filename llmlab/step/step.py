@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -241,11 +242,21 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def _required(model: nn.Module) -> tuple[str, ...]:
+    """Return the arguments of a model's forward pass that have no default."""
+    named = signature(model.forward).parameters.values()
+    return tuple(one.name for one in named if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD)
+
+
 def _arguments(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """Return the arguments of a training step's forward pass: the tokens, which are the labels too, or for a model that
     listens the features of as much sound as it takes, (B, mel bins, frames), with the tokens as labels."""
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
-        return {"input_ids": ids, "labels": ids}
+        given = {"input_ids": ids, "labels": ids}
+        if missing := [name for name in _required(model) if name not in given]:
+            raise NotAvailable(f"{type(model).__name__} also needs {', '.join(missing)}, of which llmlab has no "
+                               "example; run your own script under llmlab run")  # fmt: skip
+        return given
     config = model.config
     bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if model.main_input_name != "input_features" or bins is None or positions is None:

@@ -77,3 +77,17 @@ def test_a_family_of_a_newer_release_is_named_with_the_release(monkeypatch):
     monkeypatch.setattr(transformers.AutoConfig, "for_model", unknown)
     with pytest.raises(lab.NotAvailable, match=f"{transformers.__version__} has no model_type='smollm3'"):
         build_model(lab.model({"model_type": "smollm3", **TEXT}), lab.Training(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        ({"model_type": "blip"}, lab.NotAvailable, "takes pixel_values"),
+        ({"model_type": "gemma3_text", **SLIDING, "layer_types": ["no_attention"] * 2}, lab.SpecError, "cannot build"),
+        ({"model_type": "bert", **BERT, "num_attention_heads": 5}, lab.SpecError, "cannot build this config of bert"),
+    ],
+)  # fmt: skip
+def test_what_a_class_refuses_is_said_in_a_line(config, error, words):
+    with pytest.raises(error, match=words) as raised:
+        lab.simulate(config, lab.Training(seq_len=32), "T4")
+    assert "\n" not in str(raised.value)

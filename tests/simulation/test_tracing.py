@@ -1,0 +1,77 @@
+"""Estimates of families without formulas are derived from their code, and say what a simulation says."""
+
+from dataclasses import replace
+
+import pytest
+
+import llmlab as lab
+from llmlab.simulation import tracing
+from llmlab.simulation.depth import depth_of, with_layers
+
+TEXT = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 5,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 4096,
+        "pad_token_id": 0}  # fmt: skip
+BERT = {key: value for key, value in TEXT.items() if key not in ("num_key_value_heads", "head_dim")}
+OLMO = {"model_type": "olmo2", **TEXT}
+GEMMA = {"model_type": "gemma3_text", **TEXT, "num_hidden_layers": 24, "sliding_window": 512}
+GPT_OSS = {"model_type": "gpt_oss", **TEXT, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
+T5 = {"model_type": "t5", "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 6,
+      "num_heads": 64}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr("llmlab.traces.store._kept", {})
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (OLMO, {}),
+        (OLMO, {"precision": "autocast-bf16", "checkpointing": "full"}),
+        (OLMO, {"lora": lab.LoRA(8)}),
+        (GPT_OSS, {"checkpointing": "full"}),
+        ({"model_type": "bert", **BERT}, {"optimizer": "adamw-fused"}),
+        (T5, {"optimizer": "sgd"}),
+    ],
+    ids=lambda value: value.get("model_type", str(value)),
+)
+def test_an_estimate_is_what_is_simulated(config, options):
+    run = lab.Training(**{"micro_batch": 4, "seq_len": 1536, "precision": "bf16", **options})
+    estimate, simulation = (verb(config, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert "derived-memory" in [note.code for note in estimate.notes]
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.012)
+    for phase, size in simulation.phases.items():
+        assert estimate.phases[phase] == pytest.approx(size, rel=0.02), phase
+
+
+def test_one_derivation_answers_for_other_sizes(monkeypatch):
+    first = lab.Training(micro_batch=4, seq_len=1536, precision="bf16")
+    lab.estimate(OLMO, first, "A100-80GB")
+    monkeypatch.setattr(tracing, "derived", None)
+    for sizes in ({"micro_batch": 7}, {"seq_len": 1024}, {"micro_batch": 16, "seq_len": 1984}):
+        run = replace(first, **sizes)
+        estimate, simulation = (verb(OLMO, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
+        assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
+
+
+def test_layers_that_differ_repeat_in_groups():
+    """Gemma 3 has one layer of full attention after five with a window (arXiv 2503.19786, section 2)."""
+    depth = depth_of(lab.model(GEMMA))
+    assert (depth.first, depth.period, depth.least, depth.groups) == (0, 6, 12, 2)
+    assert depth.deeper("model.layers.5.mlp") == "model.layers.5.mlp"
+    assert depth.deeper("model.layers.6.mlp") == "model.layers.12.mlp"
+    assert depth_of(lab.model(OLMO)).period == 1
+    both = depth_of(lab.model(T5))
+    assert len(both.stacks) == 2 and both.layers == 6
+    assert with_layers(lab.model(T5), 3).layers == 6  # three of each
+
+
+def test_where_nothing_can_be_derived_a_plain_transformer_answers(monkeypatch):
+    def none(*_):
+        raise tracing.Untraceable("no")
+
+    monkeypatch.setattr(tracing, "derived", none)
+    report = lab.estimate(OLMO, lab.Training(precision="bf16"), "A100-80GB")
+    assert "plain-transformer" in [note.code for note in report.notes]

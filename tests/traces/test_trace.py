@@ -1,0 +1,81 @@
+"""Traces without torch: evaluation, their range, and how they are kept."""
+
+import json
+from math import gcd
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llmlab as lab
+from llmlab.traces.points import points, range_of
+from llmlab.traces.store import find, keep
+from llmlab.traces.trace import Moment, Term, Trace, block_of
+
+MiB = 2**20
+WEIGHT = Term(0, (3 * MiB,), "weights", "model.layers.*.mlp", "empty")
+SCORES = Term(1, (0.0, 0.0, 32.0), "activations", "model.layers.*.self_attn", "bmm")
+TRACE = Trace(
+    groups=2, fixed=False, terms=(WEIGHT, SCORES),
+    moments=(Moment("forward", "bmm in model.layers.1.self_attn", {0: (2, 1), 1: (1, 0)}),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("requested", "given_"),
+    [
+        (1, 512),
+        (3 * MiB + 1, 3 * MiB + 512),  # split off a segment of 20 MiB
+        (21 * MiB + 1, 22 * MiB),  # of a segment of 22 MiB, whose rest of less than 1 MiB is not split off
+        (20 * MiB + 1, 20 * MiB + 512),  # its rest is
+    ],
+)
+def test_a_request_takes_what_a_new_segment_of_the_caching_allocator_gives(requested, given_):
+    """c10/cuda/CUDACachingAllocator.cpp: get_allocation_size, should_split; the simulated allocator does the same."""
+    from llmlab.simulation.allocator.caching import Allocator
+
+    allocator = Allocator(2**40)
+    allocator.malloc(requested)
+    assert block_of(requested) == given_ == allocator.allocated
+
+
+def test_a_moment_has_its_tensors_of_each_group_of_layers():
+    (total,) = TRACE.totals(batch=3, tokens=100)
+    assert total == 4 * 3 * MiB + block_of(3 * 32 * 100**2)
+    (moment,) = TRACE.moments
+    assert TRACE.parts(moment, 3, 100) == {"weights": 12 * MiB, "activations": block_of(960_000)}
+
+
+def test_json_holds_all_of_it():
+    assert Trace.from_dict(json.loads(json.dumps(TRACE.to_dict()))) == TRACE
+
+
+@given(st.integers(1, 64), st.integers(1, 9000), st.booleans())
+def test_the_points_of_a_trace_are_on_the_same_side_of_every_known_threshold(batch, tokens, fixed):
+    found = points(batch, tokens, fixed)
+    if found is None:
+        return
+    assert len({*found}) == 4
+    assert {range_of(*point, fixed) for point in found} == {range_of(batch, tokens, fixed)}
+    for sequences, length in found:
+        assert (sequences > 1) == (batch > 1) and gcd(length, 64) == gcd(tokens, 64)
+        assert (sequences * length > 3072) == (batch * tokens > 3072)  # cuda/Embedding.cu
+
+
+def test_a_trace_is_kept_for_its_range_and_made_anew_if_its_file_is_broken(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr("llmlab.traces.store._kept", kept := {})
+    spec, card = lab.model("gpt2"), lab.gpu("T4")
+    run = lab.Training(micro_batch=2, seq_len=600, precision="fp16")
+    assert find(spec, run, card) is None
+    keep(spec, run, card, TRACE)
+    kept.clear()  # as in another process
+    assert find(spec, lab.Training(micro_batch=3, seq_len=1000, precision="fp16"), card) == TRACE
+    same = {"micro_batch": 3, "seq_len": 1000, "precision": "fp16"}
+    for other in ({"seq_len": 1200}, {"micro_batch": 1}, {"precision": "fp32"}, {"seq_len": 601}):
+        assert find(spec, lab.Training(**{**same, **other}), card) is None
+    kept.clear()
+    (file,) = (tmp_path / "traces").iterdir()
+    for broken in ("", "{}", "[]", '{"groups": 1, "fixed": false, "terms": [[0]], "moments": []}', "\x00"):
+        file.write_text(broken)
+        assert find(spec, run, card) is None
