@@ -24,7 +24,7 @@ from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
 from .specs.stacks import DeepSpeed, LitGPT, Megatron, Nanotron, Torchtitan, Torchtune
-from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate, write
+from .verbs import compare, estimate, explain, fix, measure, meter, plan, records, simulate, write
 
 __all__ = [
     "GPU",
@@ -47,6 +47,7 @@ __all__ = [
     "compare",
     "doctor",
     "estimate",
+    "explain",
     "fix",
     "gpu",
     "gpus",

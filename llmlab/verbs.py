@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from .planning.levers import Fix
     from .planning.out_of_memory import OutOfMemory
     from .planning.result import Plan
+    from .traces.explain import Explanation
     from .traces.trace import Trace
 
-__all__ = ["compare", "estimate", "fix", "measure", "meter", "plan", "records", "simulate", "write"]
+__all__ = ["compare", "estimate", "explain", "fix", "measure", "meter", "plan", "records", "simulate", "write"]
 
 
 def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None) -> Report:
@@ -63,7 +64,7 @@ def _derive(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
     from .specs.check import check
     from .traces.store import find, has_trace, keep
 
-    if gpu == "cpu" or not has_trace(run):
+    if (isinstance(gpu, str) and gpu.lower() == "cpu") or not has_trace(run):
         return None
     card = find_gpu(gpu)
     run = check(spec, run, card)
@@ -78,6 +79,33 @@ def _derive(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
     except NotAvailable:
         return None
     return find(spec, run, card)
+
+
+def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
+    """Return the formula of the peak of `run` on `gpu`; print it for a table, or call its `latex()`.
+
+    It has a term for each kind of tensor that is alive at the peak: the module and the operator that allocate it, how
+    many there are, and the bytes of each as a product of sizes.
+    The formula is derived from the code of transformers, which takes seconds for a new model and is kept in the user's
+    cache. Raises NotAvailable for a run on several devices or of another stack, and for a step that has no formula
+    because it runs other operators at other sizes.
+    """
+    from .specs.check import check
+    from .traces.explain import explained
+    from .traces.store import has_trace
+
+    spec, card = find_model(model), find_gpu(gpu)
+    checked = check(spec, run, card)
+    if not has_trace(checked):
+        raise NotAvailable("explain derives the formula of a training step of transformers on one GPU, eager and "
+                           "without offload; leave out the other options, or ask lab.simulate")  # fmt: skip
+    need_packages("deriving a formula", "torch", "transformers")
+    trace = _derive(spec, checked, card)
+    if trace is None:
+        sizes = f"{run.micro_batch} × {run.seq_len} tokens"
+        raise NotAvailable(f"a step of {spec.name} at {sizes} has no formula, because it runs different operators at "
+                           "different sizes; ask lab.simulate")  # fmt: skip
+    return explained(spec, checked, trace)
 
 
 def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:

@@ -131,6 +131,24 @@ def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: A
 
 @_verb
 @_model
+@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`).")
+@click.option("--latex", is_flag=True, help="Print the sum as LaTeX.")
+@_json
+def explain(context: click.Context, model: str, gpu: str, latex: bool, as_json: bool, **_: Any) -> int:
+    """Print the formula of the peak memory of a training step.
+
+    The formula is derived from the code of transformers: a row for each kind of tensor that is alive at the peak.
+    """
+    run = run_from(context)
+    if not isinstance(run, Training):
+        raise SpecError("explain has formulas of training steps; leave out the options of generation")
+    found = verbs.explain(model, run, gpu)
+    _print(found.latex() if latex else _dump(found.to_dict()) if as_json else found.table())
+    return 0
+
+
+@_verb
+@_model
 @click.option("--device", metavar="NAME", help="cuda, mps or cpu; default: the first of these that this machine has.")
 @_json
 def measure(context: click.Context, model: str, device: str | None, as_json: bool, **_: Any) -> int:

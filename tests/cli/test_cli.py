@@ -529,6 +529,16 @@ def test_a_reader_that_has_gone_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_explain_prints_the_formula_of_the_peak(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path))
+    words = ("explain", "gpt2", "--gpu", "T4", "--micro-batch", "4", "--seq-len", "512")
+    assert "4 · vocab · T · B" in call(*words).stdout
+    assert "4 V T B" in call(*words, "--latex").stdout
+    data = json.loads(call(*words, "--json").stdout)
+    assert data["total"] == sum(term["bytes"] for term in data["terms"])
+
+
 def test_a_terminal_without_the_letters_gets_the_answer_anyway():
     done = program("gpus", env={**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"})
     assert done.returncode == 0 and "H200" in done.stdout

@@ -1,0 +1,152 @@
+"""A trace written out: the formula of a step's peak, a row for each tensor that is alive there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import combinations_with_replacement
+from math import prod
+from typing import Any
+
+from ..base.tables import Table
+from ..base.units import show_bytes
+from ..specs.model import ModelSpec
+from ..specs.run import Training
+from .trace import Term, Trace
+
+SHOWN = 24  # rows of the printed table; the rest are one
+FACTORS = 64  # the largest factor, bytes of an element included, before the sizes of a model
+# The sizes of a model as formulas have them, in the order in which they are preferred, and as LaTeX.
+LATEX = {"hidden": "h", "intermediate": "f", "vocab": "V", "heads·head_dim": "a d", "kv_heads·head_dim": "a_{kv} d",
+         "moe_intermediate": "f_e", "heads": "a", "kv_heads": "a_{kv}", "head_dim": "d", "experts": "E"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExplainedTerm:
+    """Tensors of one formula: their `part` of the report, the `module` and the `operator` that allocate them, how many
+    there are, and the bytes of all of them."""
+
+    part: str
+    module: str
+    operator: str
+    count: int
+    formula: str
+    latex: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The formula of the peak of a step of `batch` × `tokens` tokens: `total` bytes in `phase`, at `place`.
+
+    They are the sum of `terms`, the largest first. Print it for a table.
+    """
+
+    model: str
+    phase: str
+    place: str
+    batch: int
+    tokens: int
+    total: int
+    terms: tuple[ExplainedTerm, ...]
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __rich_console__(self, *_: Any) -> Iterator[Table]:
+        yield self.table()
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def table(self) -> Table:
+        """Return the terms as a table."""
+
+        def row(term: ExplainedTerm) -> tuple[str, ...]:
+            return term.part, term.module, term.operator, f"{term.count:,} ×", term.formula, show_bytes(term.bytes)
+
+        rows = [row(term) for term in self.terms[:SHOWN]]
+        if rest := self.terms[SHOWN:]:
+            rows.append(("", f"{len(rest)} more", "", "", "", show_bytes(sum(term.bytes for term in rest))))
+        rows.append(("sum", "", "", "", "", show_bytes(self.total)))
+        title = f"{self.model}: the peak, in {self.phase} at {self.place}"
+        sizes = f"B = {self.batch} sequences of T = {self.tokens:,} tokens"
+        footer = f"{sizes}. Formulas are in bytes; their names are those of the config."
+        header = ("part", "module", "operator", "tensors", "bytes of each", "bytes")
+        return Table(header, rows, title, footer, (0, 1, 2, 4))
+
+    def latex(self) -> str:
+        r"""Return the peak as a LaTeX sum: every formula with its count, without the allocator's rounding."""
+        return " + ".join(f"{term.count} \\cdot {term.latex}" for term in self.terms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values, sizes in bytes."""
+        return asdict(self)
+
+
+def explained(spec: ModelSpec, run: Training, trace: Trace) -> Explanation:
+    """Return the formula of the highest moment of `trace` at the sizes of `run`."""
+    batch, tokens = run.micro_batch, run.seq_len
+    totals = trace.totals(batch, tokens)
+    total = max(totals)
+    moment = trace.moments[totals.index(total)]
+    sizes = _sizes(spec)
+    rows: dict[tuple[str, ...], tuple[int, int]] = {}
+    for number, (few, each) in moment.counts.items():
+        term, count = trace.terms[number], few + trace.groups * each
+        if not count:
+            continue
+        plain, latex = _written(term, sizes, trace.fixed)
+        key = term.part, term.module or "(the step)", term.operator, plain, latex
+        before, held = rows.get(key, (0, 0))
+        rows[key] = before + count, held + count * term.bytes(batch, tokens)
+    terms = (
+        ExplainedTerm(part, module, operator, count, plain, latex, held)
+        for (part, module, operator, plain, latex), (count, held) in rows.items()
+    )
+    ordered = tuple(sorted(terms, key=lambda term: -term.bytes))
+    return Explanation(spec.name, moment.phase, moment.place, batch, tokens, total, ordered)
+
+
+def _sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the sizes of a model by name, of two that are equal the one that is preferred."""
+    known = {
+        "hidden": spec.hidden, "intermediate": spec.intermediate, "vocab": spec.vocab,
+        "heads·head_dim": spec.query_width, "kv_heads·head_dim": spec.key_width,
+        "moe_intermediate": spec.moe_intermediate, "heads": spec.heads, "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim, "experts": spec.experts,
+    }  # fmt: skip
+    found: dict[str, int] = {}
+    for name, size in known.items():
+        if size > 1 and size not in found.values():
+            found[name] = size
+    return found
+
+
+def _written(term: Term, sizes: Mapping[str, int], fixed: bool) -> tuple[str, str]:
+    """Return the formula of one tensor, plain and as LaTeX."""
+    powers = [(power, factor) for power, factor in enumerate(term.coefficients) if factor]
+    both = [_factored(factor, sizes) for _, factor in powers]
+    plain, latex = [], []
+    for (power, _), (words, symbols) in zip(powers, both, strict=True):
+        plain.append(" · ".join([*words, *["T"] * (power == 1), *["T²"] * (power == 2)]))
+        latex.append(r" ".join([*symbols, *["T"] * (power == 1), *["T^2"] * (power == 2)]))
+    text, formula = " + ".join(plain) or "0", " + ".join(latex) or "0"
+    if term.batch and len(powers) > 1:
+        text, formula = f"({text})", f"({formula})"
+    if term.batch:
+        text = f"{text} · B" + ("²" if term.batch == 2 else "")
+        formula = f"{formula} B" + ("^2" if term.batch == 2 else "")
+    return text, formula
+
+
+def _factored(factor: float, sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Return a coefficient as up to three sizes of the model and the smallest number that is left, or as a number."""
+    for count in (1, 2, 3):
+        left = {names: factor / prod(sizes[name] for name in names)
+                for names in combinations_with_replacement(sizes, count)}  # fmt: skip
+        whole = {names: number for names, number in left.items() if number == int(number) and 0 < number <= FACTORS}
+        if whole:
+            names = min(whole, key=whole.__getitem__)
+            return [f"{whole[names]:.0f}", *names], [f"{whole[names]:.0f}", *(LATEX[name] for name in names)]
+    return [f"{factor:,.10g}"], [f"{factor:.10g}"]
