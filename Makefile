@@ -150,6 +150,7 @@ benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead,
 	PYTHONPATH=_build/stacks $(BIN)/python benchmarks/megatron_golden.py --out benchmarks/results
 	$(BIN)/python benchmarks/cpu_grid.py --out benchmarks/results
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
+	$(BIN)/python benchmarks/traces.py --out benchmarks/results
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results
 	$(BIN)/python benchmarks/throughput.py --out benchmarks/results
 	$(BIN)/python benchmarks/measured.py --out benchmarks/results

@@ -58,7 +58,7 @@ class _Step(NamedTuple):
 def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
     """Return the trace of `run` on one `card`. Raises Untraceable for a step without one."""
     for fixed in (False, True):
-        at = points(run.micro_batch, run.seq_len, fixed)
+        at = points(run.micro_batch, run.seq_len, fixed, spec.max_positions)
         if at is None:
             continue
         try:
@@ -78,7 +78,7 @@ def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, 
         more = with_layers(spec, depth.least + depth.period)
         step = _step(more, replace(run, micro_batch=at[0][0], seq_len=at[0][1]), card)
         terms = _terms_like(shallow.terms, step, at[0])
-        deep = _Traced(dict(_moments(step, terms, numbers)), terms)
+        deep = _Traced(_moments(step, terms, numbers), terms)
         peaks.append((1, at[0], step.peak))
     trace = replace(_joined(depth, shallow, deep, [*numbers]), fixed=fixed)
     for groups, sizes, peak in peaks:
@@ -112,14 +112,21 @@ def shown(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")
 
 
-Name = tuple[str, str, str, int]  # of a moment: phase, module, operator, and the how manieth of these it is
+Place = tuple[str, str, str]  # phase, module, operator
+
+
+class _Alive(NamedTuple):
+    """The term that was allocated last, and how many tensors of each are alive, by their numbers."""
+
+    last: int
+    counts: dict[int, int]
 
 
 class _Traced(NamedTuple):
-    """The steps of one depth as one: by the name of each moment how many tensors of each term are alive, and the terms
-    of the requests, each in its own layer."""
+    """The steps of one depth as one: the moments at each place in their order, and the terms of the requests, each in
+    its own layer."""
 
-    moments: dict[Name, dict[int, int]]
+    moments: dict[Place, list[_Alive]]
     terms: Sequence[Term]
     steps: Sequence[_Step] = ()
 
@@ -131,7 +138,7 @@ def _traced(
     if any(step.changes != steps[0].changes for step in steps):
         raise Untraceable(f"{spec.name} runs other operators at other sizes")
     terms = [_term([step.requests[number] for step in steps], at) for number in range(len(steps[0].requests))]
-    return _Traced(dict(_moments(steps[0], terms, numbers)), terms, steps)
+    return _Traced(_moments(steps[0], terms, numbers), terms, steps)
 
 
 def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
@@ -196,43 +203,54 @@ def _parabola(values: Sequence[Fraction], lengths: Sequence[int]) -> tuple[Fract
     return found if right else None
 
 
-def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> Iterator[tuple[Name, dict[int, int]]]:
-    """Yield the name of each moment before something is freed, and how many tensors of each term are alive: by its
-    number among `numbers`, which has the same term of all layers once."""
+def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> dict[Place, list[_Alive]]:
+    """Return the moments before something is freed, and those at which a phase begins. A term has its number among
+    `numbers`, which has the same term of all layers once."""
     anonymous = [term._replace(module=collapsed(term.module)) for term in terms]
     indices = [numbers.setdefault(term, len(numbers)) for term in anonymous]
+    found: dict[Place, list[_Alive]] = {}
     live: Counter[int] = Counter()
-    last: tuple[str, Term] | None = None
-    seen: Counter[tuple[str, str, str]] = Counter()
+    last: tuple[str, int] | None = None
     for phase, number in (*step.changes, (None, 0)):
         if number > 0:
             live[indices[number - 1]] += 1
-            last = (phase, terms[number - 1]) if phase is not None else None
+            last = (phase, number - 1) if phase is not None else None
             continue
         if last is not None:
-            name = last[0], last[1].module, last[1].operator
-            seen[name] += 1
-            yield (*name, seen[name]), dict(live)
+            place = last[0], terms[last[1]].module, terms[last[1]].operator
+            found.setdefault(place, []).append(_Alive(indices[last[1]], dict(live)))
             last = None
         if number < 0:
             live[indices[-number - 1]] -= 1
-        elif phase is not None:  # a phase begins, which may allocate nothing
-            name = phase, "", "its beginning"
-            seen[name] += 1
-            yield (*name, seen[name]), dict(live)
+        elif phase is not None:  # it may allocate nothing
+            found.setdefault((phase, "", "its beginning"), []).append(_Alive(-1, dict(live)))
+    return found
+
+
+def _pairs(shallow: Sequence[_Alive], deep: Sequence[_Alive]) -> Iterator[tuple[_Alive, _Alive]]:
+    """Yield the moments at one place with those of the deeper model: from the first as long as both allocate the same,
+    as an optimizer does for one parameter after the other, and the rest from the end."""
+    more = len(deep) - len(shallow)
+    same = more >= 0
+    for number, few in enumerate(shallow):
+        same = same and number < len(shallow) - 1 and few.last == deep[number].last
+        at = number if same or more == 0 else number + more
+        if not 0 <= at < len(deep):
+            raise Untraceable("a deeper model allocates less often")
+        yield few, deep[at]
 
 
 def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]) -> Trace:
     """Return the trace of two depths: what the deeper one has more in the same moment is one more group of layers."""
     moments = []
-    for name, few in shallow.moments.items():
-        phase, module, operator, number = name
-        many = deep.moments.get((phase, depth.deeper(module), operator, number))
-        if many is None:
+    for (phase, module, operator), alive in shallow.moments.items():
+        twins = deep.moments.get((phase, depth.deeper(module), operator))
+        if twins is None:
             raise Untraceable(f"{operator} in {module} is not in a deeper model")
-        counts = {term: (few.get(term, 0), many.get(term, 0) - few.get(term, 0)) for term in {**few, **many}}
         place = f"{operator} in {module}" if module else operator
-        moments.append(Moment(phase, place, {term: count for term, count in counts.items() if any(count)}))
+        for (_, few), (_, many) in _pairs(alive, twins):
+            counts = {term: (few.get(term, 0), many.get(term, 0) - few.get(term, 0)) for term in {**few, **many}}
+            moments.append(Moment(phase, place, {term: count for term, count in counts.items() if any(count)}))
     kept = _highest(moments, terms)
     used = sorted({term for moment in kept for term in moment.counts})
     fewer = {term: number for number, term in enumerate(used)}

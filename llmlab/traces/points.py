@@ -3,7 +3,8 @@
 Kernels are chosen by size. All sequences of one trace have 2^k to 2^(k+1) tokens and the same greatest common divisor
 with 64 (chunks of linear attention are 64 tokens, and kernels want multiples of 8 or 16). A batch is one sequence or
 several. It has at most 3072 tokens or more than that, where the gradient of an embedding sorts (cuda/Embedding.cu,
-embedding_dense_backward_cuda). Any other threshold shows because the points of one trace then run different operators.
+embedding_dense_backward_cuda), and 2^m to 2^(m+1) tokens, because a sum over them is split by their number
+(cuda/Reduce.cuh). Any other threshold shows because the points of one trace then run different operators.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import NamedTuple
 
 CHUNK = 64
 SORTED = 3072  # tokens
-BATCHES = (2, 3, 4, 5, 7, 9, 11)
 
 
 class Range(NamedTuple):
-    """Where a trace is valid. `tokens` is the lower end of T's power of two, or T itself where it is `fixed`."""
+    """Where a trace is valid: `tokens` is the power of two that T has reached, or T itself where it is `fixed`, and
+    `all_tokens` the one that B · T has reached."""
 
     several: bool
     tokens: int
+    all_tokens: int
     divisor: int
     sorts: bool
     fixed: bool = False
@@ -31,34 +33,38 @@ def range_of(batch: int, tokens: int, fixed: bool = False) -> Range:
     """Return the range that a step of `batch` sequences of `tokens` tokens is in.
 
     >>> range_of(4, 2048)
-    Range(several=True, tokens=2048, divisor=64, sorts=True, fixed=False)
+    Range(several=True, tokens=2048, all_tokens=8192, divisor=64, sorts=True, fixed=False)
     """
-    lowest = tokens if fixed else 1 << (tokens.bit_length() - 1)
-    return Range(batch > 1, lowest, gcd(tokens, CHUNK), batch * tokens > SORTED, fixed)
+    lowest, whole = (1 << (size.bit_length() - 1) for size in (tokens, batch * tokens))
+    return Range(batch > 1, tokens if fixed else lowest, whole, gcd(tokens, CHUNK), batch * tokens > SORTED, fixed)
 
 
-def points(batch: int, tokens: int, fixed: bool = False) -> list[tuple[int, int]] | None:
-    """Return four (B, T) in the range of a step that determine a polynomial of degree two in T and the power of B; None
-    where the range has too few.
+def points(batch: int, tokens: int, fixed: bool = False, most: int = 2**53) -> list[tuple[int, int]] | None:
+    """Return the (B, T) in the range of a step at which a trace is made: four that determine the power of B and a
+    polynomial of degree two in T, or two at least where T is `fixed`. None where the range has too few. No T is more
+    than `most`, the positions of a model.
 
     >>> points(4, 2048)
-    [(2, 2048), (3, 3072), (4, 4032), (2, 3072)]
+    [(4, 2048), (4, 3072), (3, 4032), (5, 2048)]
     """
     where = range_of(batch, tokens, fixed)
-    lengths = [tokens] if fixed else range(where.tokens, 2 * where.tokens)
-    batches = BATCHES if where.several else (1,)
+    lengths = [tokens] if fixed else range(where.tokens, min(2 * where.tokens, most + 1))
+    batches = range(max(2, batch // 2), 2 * batch + 1) if where.several else (1,)
     found: dict[int, list[int]] = {}  # numbers of sequences by length
     for length, sequences in product(lengths, batches):
         if range_of(sequences, length, fixed) == where:
             found.setdefault(length, []).append(sequences)
     if fixed:
         known = [(sequences, tokens) for sequences in found.get(tokens, ())]
-        return known[:4] if len(known) >= 4 else None
-    usable = [length for length, sequences in found.items() if len(sequences) >= min(2, len(batches))]
+        return known[:4] if len(known) >= 2 else None
+    usable = list(found)
     if len(usable) < 3 + (not where.several):
         return None
     spread = usable[0], usable[len(usable) // 2], usable[-1]
     chosen = [(found[length][number % len(found[length])], length) for number, length in enumerate(spread)]
-    if where.several:
-        return [*chosen, (found[spread[1]][0], spread[1])]
-    return [*chosen, (1, usable[len(usable) // 4])]
+    if not where.several:
+        return [*chosen, (1, usable[len(usable) // 4])]
+    used = {sequences for sequences, _ in chosen}
+    others = ((sequences, length) for length in usable for sequences in found[length])
+    last = next((pair for pair in others if pair not in chosen and (len(used) > 1 or pair[0] not in used)), None)
+    return [*chosen, last] if last else None

@@ -55,10 +55,11 @@ def test_the_points_of_a_trace_are_on_the_same_side_of_every_known_threshold(bat
     found = points(batch, tokens, fixed)
     if found is None:
         return
-    assert len({*found}) == 4
+    assert len({*found}) == len(found) >= (2 if fixed else 4)
     assert {range_of(*point, fixed) for point in found} == {range_of(batch, tokens, fixed)}
     for sequences, length in found:
         assert (sequences > 1) == (batch > 1) and gcd(length, 64) == gcd(tokens, 64)
+        assert 1 / 2 < sequences * length / (batch * tokens) < 2
         assert (sequences * length > 3072) == (batch * tokens > 3072)  # cuda/Embedding.cu
 
 
@@ -70,9 +71,9 @@ def test_a_trace_is_kept_for_its_range_and_made_anew_if_its_file_is_broken(tmp_p
     assert find(spec, run, card) is None
     keep(spec, run, card, TRACE)
     kept.clear()  # as in another process
-    assert find(spec, lab.Training(micro_batch=3, seq_len=1000, precision="fp16"), card) == TRACE
-    same = {"micro_batch": 3, "seq_len": 1000, "precision": "fp16"}
-    for other in ({"seq_len": 1200}, {"micro_batch": 1}, {"precision": "fp32"}, {"seq_len": 601}):
+    assert find(spec, lab.Training(micro_batch=2, seq_len=1000, precision="fp16"), card) == TRACE
+    same = {"micro_batch": 2, "seq_len": 1000, "precision": "fp16"}
+    for other in ({"seq_len": 1200}, {"micro_batch": 1}, {"precision": "fp32"}, {"seq_len": 601}, {"micro_batch": 5}):
         assert find(spec, lab.Training(**{**same, **other}), card) is None
     kept.clear()
     (file,) = (tmp_path / "traces").iterdir()

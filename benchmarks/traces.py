@@ -1,0 +1,105 @@
+"""How far derived formulas are from a simulation, over families of transformers, options and sizes drawn at random.
+
+    python benchmarks/traces.py --out benchmarks/results           # 57 families, two draws each: half an hour
+    python benchmarks/traces.py --family olmo2 --family gpt_oss    # these alone
+
+Each draw is a config of a family with the widths of its class and few layers, a batch, a length and options.
+`lab.estimate` derives its formula at other sizes than those of the draw; `lab.simulate` runs the draw itself.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import click
+import transformers
+from provenance import provenance, table, write
+from rich.progress import track
+
+import llmlab as lab
+from llmlab.specs.generic import families
+
+FAMILIES = (
+    "afmoe", "apertus", "arcee", "bart", "bert", "bloom", "codegen", "cohere", "cohere2", "deepseek_v3", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2",
+    "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "llama", "llama4_text", "llava", "minimax_m2", "mistral",
+    "mixtral", "modernbert", "mt5", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2",
+    "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "roberta", "seed_oss", "smollm3", "stablelm",
+    "starcoder2", "t5", "whisper",
+)  # fmt: skip
+GPU = "B200"
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+          "num_decoder_layers")  # fmt: skip
+MOST = 8  # layers
+
+
+def config_of(family: str) -> dict[str, Any]:
+    """Return the default config of a family, with at most `MOST` layers where it has no list of their kinds."""
+
+    def shortened(data: dict[str, Any]) -> dict[str, Any]:
+        configs = {key: value for key, value in data.items() if isinstance(value, dict) and "model_type" in value}
+        nested = {key: shortened(value) for key, value in configs.items()}
+        listed = any(isinstance(value, list) and len(value) > MOST for value in data.values())
+        counts = {key: min(data[key], MOST) for key in LAYERS if isinstance(data.get(key), int) and not listed}
+        return data | nested | counts
+
+    return shortened(transformers.AutoConfig.for_model(family).to_dict())
+
+
+def drawn(draw: random.Random, positions: int) -> lab.Training:
+    """Return a run with random options and sizes."""
+    tokens = draw.randrange(4, min(64, positions // 64) + 1) * 64
+    return lab.Training(
+        micro_batch=draw.choice((1, 2, 3, 4, 6, 8)), seq_len=tokens,
+        precision=draw.choice(("fp32", "bf16", "autocast-bf16", "mixed-bf16")),
+        optimizer=draw.choice(("adamw", "adamw-fused", "sgd")), checkpointing=draw.choice((None, "full")),
+    )  # fmt: skip
+
+
+def case(family: str, draw: random.Random) -> tuple[list[str], float | None]:
+    """Return the cells of a draw, and the error of its derived peak; None where nothing was derived or simulated."""
+    config = config_of(family)
+    run = drawn(draw, lab.model(config).max_positions)
+    words = f"{run.micro_batch} × {run.seq_len}, {run.precision}, {run.optimizer}, {run.checkpointing or 'none'}"
+    try:
+        simulation, estimate = lab.simulate(config, run, GPU), lab.estimate(config, run, GPU)
+    except (lab.NotAvailable, lab.SpecError, RuntimeError, ValueError, TypeError) as error:
+        return [family, words, " ".join(str(error).split())[:120], "–"], None
+    codes = [note.code for note in estimate.notes]
+    source = next((code for code in codes if code in ("derived-memory", "plain-transformer")), "written formulas")
+    assert simulation.peak_allocated and estimate.peak_allocated
+    error = estimate.peak_allocated / simulation.peak_allocated - 1
+    return [family, words, source, f"{error:+.2%}"], error if source == "derived-memory" else None
+
+
+@click.command(help="Compare derived formulas with simulations.")
+@click.option("--family", "chosen", multiple=True, type=click.Choice(sorted(families())), help="Repeatable.")
+@click.option("--draws", default=2, show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write traces.md into this folder.")
+def main(chosen: tuple[str, ...], draws: int, out: Path | None) -> None:
+    rows, errors = [], []
+    with TemporaryDirectory() as cache, mock.patch.dict("os.environ", LLMLAB_CACHE=cache):
+        for family, number in track(list(product(chosen or FAMILIES, range(draws))), "draws"):
+            cells, error = case(family, random.Random(f"{family} {number}"))
+            rows.append(cells)
+            errors += [abs(error)] if error is not None else []
+    header = ["family", "run", "source of the estimate", "estimate − simulation"]
+    said = f"Of {len(rows)} draws {len(errors)} have a derived formula"
+    if errors:
+        said += f": it is off by {median(errors):.2%} at the median, by {max(errors):.2%} at most"
+    made = provenance("llmlab", "torch", "transformers")
+    text = "\n".join([f"{said}.", "", *table(header, rows, words=True), "", made])
+    print(text)
+    if out:
+        write(out / "traces.md", text)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    main()
