@@ -232,12 +232,12 @@ def _pairs(shallow: Sequence[_Alive], deep: Sequence[_Alive]) -> Iterator[tuple[
     as an optimizer does for one parameter after the other, and the rest from the end."""
     more = len(deep) - len(shallow)
     same = more >= 0
-    for number, few in enumerate(shallow):
-        same = same and number < len(shallow) - 1 and few.last == deep[number].last
-        at = number if same or more == 0 else number + more
-        if not 0 <= at < len(deep):
+    for number, moment in enumerate(shallow):
+        same = same and number < len(shallow) - 1 and moment.last == deep[number].last
+        twin = number if same or more == 0 else number + more
+        if not 0 <= twin < len(deep):
             raise Untraceable("a deeper model allocates less often")
-        yield few, deep[at]
+        yield moment, deep[twin]
 
 
 def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]) -> Trace:
@@ -248,8 +248,8 @@ def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]
         if twins is None:
             raise Untraceable(f"{operator} in {module} is not in a deeper model")
         place = f"{operator} in {module}" if module else operator
-        for (_, few), (_, many) in _pairs(alive, twins):
-            counts = {term: (few.get(term, 0), many.get(term, 0) - few.get(term, 0)) for term in {**few, **many}}
+        for (_, base), (_, deeper) in _pairs(alive, twins):
+            counts = {term: (base.get(term, 0), deeper.get(term, 0) - base.get(term, 0)) for term in base | deeper}
             moments.append(Moment(phase, place, {term: count for term, count in counts.items() if any(count)}))
     kept = _highest(moments, terms)
     used = sorted({term for moment in kept for term in moment.counts})

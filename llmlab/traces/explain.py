@@ -92,17 +92,17 @@ def explained(spec: ModelSpec, run: Training, trace: Trace) -> Explanation:
     moment = trace.moments[totals.index(total)]
     sizes = _sizes(spec)
     rows: dict[tuple[str, ...], tuple[int, int]] = {}
-    for number, (few, each) in moment.counts.items():
-        term, count = trace.terms[number], few + trace.groups * each
+    for number, (base, per_group) in moment.counts.items():
+        term, count = trace.terms[number], base + trace.groups * per_group
         if not count:
             continue
         plain, latex = _written(term, sizes, trace.fixed)
         key = term.part, term.module or "(the step)", term.operator, plain, latex
-        before, held = rows.get(key, (0, 0))
-        rows[key] = before + count, held + count * term.bytes(batch, tokens)
+        tensors, size = rows.get(key, (0, 0))
+        rows[key] = tensors + count, size + count * term.bytes(batch, tokens)
     terms = (
-        ExplainedTerm(part, module, operator, count, plain, latex, held)
-        for (part, module, operator, plain, latex), (count, held) in rows.items()
+        ExplainedTerm(part, module, operator, tensors, plain, latex, size)
+        for (part, module, operator, plain, latex), (tensors, size) in rows.items()
     )
     ordered = tuple(sorted(terms, key=lambda term: -term.bytes))
     return Explanation(spec.name, moment.phase, moment.place, batch, tokens, total, ordered)

@@ -1,11 +1,11 @@
 """A trace: what a step of the real code has allocated at its highest moments, as polynomials of its sizes.
 
-    B  sequences     T  tokens of a sequence     n  repeated layers beyond those that were traced
+    B  sequences     T  tokens per sequence     n  further groups of layers
 
-The size of a tensor is B^i (c + c' T + c'' T²) bytes, which the allocator rounds up. A moment is a set of live tensors
-that no other moment contains; with n more layers it holds n times as many more of some. Only moments of the first and
-the last layers are here: in forward those in between hold less than the last, in backward their bytes go linearly from
-the last to the first.
+A tensor needs B^i (c + c' T + c'' T²) bytes, which the allocator rounds up. A moment is a set of live tensors that no
+other moment contains. Each further group of layers adds the same tensors to it, so the sum is linear in n. A trace has
+the moments of the first and the last layers only: in the forward pass a layer in between holds less than the last one,
+and in the backward pass its bytes lie on a line between those of the last and the first.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class Term(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The tensors alive in `phase` when `place` asks for memory: by the number of the term, how many there are, and how
-    many more for each further group of layers."""
+    """The tensors that are alive in `phase` when `place` allocates memory.
+
+    `counts` maps the number of a term to the number of its tensors in the traced layers and in each further group.
+    """
 
     phase: str
     place: str
@@ -78,18 +80,19 @@ class Trace:
         more = self.groups if groups is None else groups
         sizes = [term.bytes(batch, tokens) for term in self.terms]
         return [
-            sum([sizes[term] * (few + more * each) for term, (few, each) in moment.counts.items()])
+            sum([sizes[term] * (base + more * per_group) for term, (base, per_group) in moment.counts.items()])
             for moment in self.moments
         ]
 
     def parts(self, moment: Moment, batch: int, tokens: int) -> dict[str, int]:
         """Return the bytes of a moment by part of a report."""
-        more, found = self.groups, dict[str, int]()
-        for number, (few, each) in moment.counts.items():
+        sizes: dict[str, int] = {}
+        for number, (base, per_group) in moment.counts.items():
             term = self.terms[number]
             part = term.part if term.part in PARTS else "other"
-            found[part] = found.get(part, 0) + term.bytes(batch, tokens) * (few + more * each)
-        return found
+            count = base + self.groups * per_group
+            sizes[part] = sizes.get(part, 0) + count * term.bytes(batch, tokens)
+        return sizes
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -100,7 +103,7 @@ class Trace:
         """Return the trace that `to_dict` wrote. Raises KeyError, TypeError or ValueError for anything else."""
         terms = (Term(term[0], tuple(term[1]), *term[2:]) for term in data["terms"])
         moments = (
-            Moment(phase, place, {int(term): (few, each) for term, (few, each) in counts.items()})
+            Moment(phase, place, {int(term): (base, per_group) for term, (base, per_group) in counts.items()})
             for phase, place, counts in data["moments"]
         )
         return cls(int(data["groups"]), bool(data["fixed"]), tuple(terms), tuple(moments))

@@ -80,18 +80,18 @@ def test_where_nothing_can_be_derived_a_plain_transformer_answers(monkeypatch):
 def test_a_peak_is_explained_by_the_tensors_that_are_alive():
     """A SwiGLU keeps three tensors of its width for each token (arXiv 2002.05202), AdamW two numbers per weight."""
     run = lab.Training(micro_batch=4, seq_len=1536, precision="bf16")
-    told = lab.explain(OLMO, run, "A100-80GB")
-    assert told.total == sum(term.bytes for term in told.terms) == lab.estimate(OLMO, run, "A100-80GB").peak_allocated
+    peak = lab.explain(OLMO, run, "A100-80GB")
+    assert peak.total == sum(term.bytes for term in peak.terms) == lab.estimate(OLMO, run, "A100-80GB").peak_allocated
     layers, tokens = TEXT["num_hidden_layers"], 4 * 1536
-    wide = [term for term in told.terms if term.formula == "2 · intermediate · T · B" and term.part == "activations"]
+    wide = [term for term in peak.terms if term.formula == "2 · intermediate · T · B" and term.part == "activations"]
     assert sum(term.count for term in wide) == 4 * layers  # gate, up, silu(gate), and their product
     kept = 4 * layers * 2 * TEXT["intermediate_size"] * tokens
     assert sum(term.bytes for term in wide) == pytest.approx(kept, rel=0.01)
-    states = [term for term in told.terms if term.part == "optimizer"]
+    states = [term for term in peak.terms if term.part == "optimizer"]
     weights = lab.model(OLMO).parameters
     assert sum(term.bytes for term in states) == pytest.approx(2 * 2 * weights, rel=0.01)
-    assert "h" in told.latex() and "2 f T B" in told.latex()
-    assert "model.layers.*.mlp" in str(told)
+    assert "h" in peak.latex() and "2 f T B" in peak.latex()
+    assert "model.layers.*.mlp" in str(peak)
 
 
 def test_what_has_no_formula_is_said():
