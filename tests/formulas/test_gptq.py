@@ -152,7 +152,7 @@ def test_unpacking_takes_and_moves_what_its_operators_do(width, compute):
 @pytest.fixture
 def simulated(monkeypatch):
     """Return the report of a step whose blocks have the layer here, which `lab.simulate` refuses."""
-    on_meta = step_model._on_meta
+    on_meta = step_model.on_meta
 
     def packed(spec, run):
         model = on_meta(spec, run)
@@ -166,7 +166,7 @@ def simulated(monkeypatch):
         return model
 
     def simulate(model, run, card):
-        monkeypatch.setattr(step_model, "_on_meta", packed)
+        monkeypatch.setattr(step_model, "on_meta", packed)
         monkeypatch.setattr(step_model, "_check_libraries", lambda *given: None)
         return lab.simulate(model, replace(run, quantization=None, lora=run.lora), card)
 
