@@ -23,6 +23,7 @@ from provenance import provenance, table, write
 from rich.progress import track
 
 import llmlab as lab
+from llmlab.simulation.depth import depth_of, with_layers
 from llmlab.specs.generic import families
 
 FAMILIES = (
@@ -34,22 +35,13 @@ FAMILIES = (
     "starcoder2", "t5", "whisper",
 )  # fmt: skip
 GPU = "B200"
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
-          "num_decoder_layers")  # fmt: skip
-MOST = 8  # layers
+MOST = 6  # layers
 
 
 def config_of(family: str) -> dict[str, Any]:
-    """Return the default config of a family, with at most `MOST` layers where it has no list of their kinds."""
-
-    def shortened(data: dict[str, Any]) -> dict[str, Any]:
-        configs = {key: value for key, value in data.items() if isinstance(value, dict) and "model_type" in value}
-        nested = {key: shortened(value) for key, value in configs.items()}
-        listed = any(isinstance(value, list) and len(value) > MOST for value in data.values())
-        counts = {key: min(data[key], MOST) for key in LAYERS if isinstance(data.get(key), int) and not listed}
-        return data | nested | counts
-
-    return shortened(transformers.AutoConfig.for_model(family).to_dict())
+    """Return the default config of a family with at most `MOST` layers, or as many in an encoder and in a decoder."""
+    spec = lab.model(transformers.AutoConfig.for_model(family))
+    return with_layers(spec, MOST).config if depth_of(spec).layers > MOST else spec.config
 
 
 def drawn(draw: random.Random, positions: int) -> lab.Training:

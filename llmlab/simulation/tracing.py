@@ -1,8 +1,8 @@
 """Derivation of a trace: the real step, simulated at a few sizes and two depths, gives every tensor its formula.
 
-At four points (B, T) the step runs the same operators; the bytes of each request at these points determine its power of
-B and its polynomial in T. At two depths the step has the same moments, but for those of the layers in between; their
-difference is one more group of layers. The trace must then give the peaks of all of them.
+The step is simulated at four points (B, T), where it must run the same operators. The bytes of each request at these
+points determine its power of B and its polynomial in T. A fifth simulation has one more group of layers; the difference
+between the same moments of both depths is what each further group adds. The trace must then give all five peaks.
 """
 
 from __future__ import annotations

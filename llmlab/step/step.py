@@ -254,14 +254,14 @@ def _arguments(model: Any, ids: Tensor) -> dict[str, Tensor]:
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
         given = {"input_ids": ids, "labels": ids}
         if missing := [name for name in _required(model) if name not in given]:
-            raise NotAvailable(f"{type(model).__name__} also needs {', '.join(missing)}, of which llmlab has no "
-                               "example; run your own script under llmlab run")  # fmt: skip
+            raise NotAvailable(f"{type(model).__name__} also needs {', '.join(missing)}, and llmlab has no "
+                               "example of that; run your own script under llmlab run")  # fmt: skip
         return given
     config = model.config
     bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if model.main_input_name != "input_features" or bins is None or positions is None:
-        raise NotAvailable(f"{type(model).__name__} takes {model.main_input_name}, of which llmlab has no example; run "
-                           "your own script under llmlab run")  # fmt: skip
+        raise NotAvailable(f"{type(model).__name__} takes {model.main_input_name}, and llmlab has no example of that; "
+                           "run your own script under llmlab run")  # fmt: skip
     frames = 2 * positions  # Whisper's second convolution has a stride of two
     features = torch.zeros(len(ids), bins, frames, dtype=model.dtype, device=ids.device)
     return {"input_features": features, "labels": ids}

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from ..base.terms import PARTS
 
-# c10/core/AllocatorConfig.h: every request is rounded up to BLOCK bytes. From LARGE on it has a segment of its own, a
-# multiple of SEGMENT, of which the rest is split off only if it is more than REST; otherwise it counts as allocated.
+# c10/core/AllocatorConfig.h: every request is rounded up to BLOCK bytes. A request of LARGE bytes or more gets its own
+# segment, a multiple of SEGMENT. The rest of the segment is split off if it exceeds REST; otherwise it counts as
+# allocated.
 BLOCK, LARGE, SEGMENT, REST = 512, 10 * 2**20, 2 * 2**20, 2**20
 
 

@@ -45,7 +45,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_step_on_the_cpu_takes_what_is_simulated(family):
-    """To the byte, but for tensors of a few numbers that Python makes on a CPU: states' steps, scales."""
+    """To the byte, except for tensors of a few numbers that Python makes on a CPU, such as the states' step counts."""
     config, run = {"model_type": family, **CONFIGS[family]}, lab.Training(micro_batch=2, seq_len=32)
     simulated, measured = lab.simulate(config, run, "cpu"), lab.measure(config, run, "cpu", repeats=1)
     assert simulated.peak_allocated == pytest.approx(measured.peak_allocated, abs=128)
