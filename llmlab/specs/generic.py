@@ -106,7 +106,7 @@ def generic_sizes(config: Mapping[str, Any], family: str, where: str) -> dict[st
         head_dim=read.size("head_dim", "d_kv", default=max(1, hidden // heads)),
         intermediate=intermediate,
         vocab=read.size("vocab_size", default=1),
-        max_positions=read.size("max_position_embeddings", default=UNBOUNDED),
+        max_positions=read.size("max_position_embeddings", "max_target_positions", default=UNBOUNDED),
         tied=bool(read.value("tie_word_embeddings", config.get("tie_word_embeddings", True))),
         norm="rmsnorm" if gated else "layernorm",
         gated=gated,
