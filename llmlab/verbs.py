@@ -49,6 +49,10 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     margin for them and is "unknown" within it (formulas/verdict.py); `lab.simulate` decides. Time on several devices
     comes from `llmlab.formulas.time.distributed` with `cluster` (None: the card's usual nodes; a note says which, and
     the interval reaches to nodes with a quarter of their adapters).
+
+    For a family without written formulas, the memory of a training step on one GPU is derived from the code of
+    transformers (as by `explain`). Where that is not possible, as without torch, the estimate is that of a plain
+    transformer of the same sizes, with a wider margin; a note says which.
     Raises SpecError for an impossible run and UnknownName for an unknown model or card.
     """
     from .formulas.report import estimated

@@ -147,6 +147,9 @@ def explain(context: click.Context, model: str, gpu: str, latex: bool, as_json: 
     return 0
 
 
+explain.epilog = "Exit codes: 0 = the formula is printed; 2 = invalid input, or the step has no formula."
+
+
 @_verb
 @_model
 @click.option("--device", metavar="NAME", help="cuda, mps or cpu; default: the first of these that this machine has.")

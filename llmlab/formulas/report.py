@@ -147,7 +147,7 @@ def _traced(trace: Trace, run: Training) -> _Held:
 
 def _origin(spec: ModelSpec, trace: Trace | None) -> Note:
     """Say where an estimate is from whose family has no formulas."""
-    plain = f"a plain transformer of the sizes of {spec.name}, with a wider margin"
+    plain = f"a plain transformer with the sizes of {spec.name}, with a wider margin"
     if trace:
         derived = f"The memory is derived from the code of {spec.family} in transformers"
         return Note("derived-memory", f"{derived}; the time is that of {plain}.")

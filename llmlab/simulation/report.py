@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import NotAvailable
+from ..base.errors import NotAvailable, SpecError
 from ..base.notes import Note
 from ..base.terms import Outcome
 from ..base.units import show_bytes
@@ -162,6 +162,12 @@ def recorded(
                 return _take(spec, run, card, runs, allocator, on_phase, load_order, stage)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
+            except Exception as error:  # of a class that was never tried with this run
+                if spec.has_formulas or isinstance(error, (NotAvailable, SpecError)):
+                    raise
+                reason = " ".join(str(error).split())[:300]
+                raise NotAvailable(f"the step of {spec.name} failed in transformers' {spec.family} ({reason}); change "
+                                   "the run, or ask lab.estimate") from error  # fmt: skip
 
 
 def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:

@@ -91,3 +91,12 @@ def test_what_a_class_refuses_is_said_in_a_line(config, error, words):
     with pytest.raises(error, match=words) as raised:
         lab.simulate(config, lab.Training(seq_len=32), "T4")
     assert "\n" not in str(raised.value)
+
+
+def test_a_step_that_fails_in_the_class_is_said_and_still_estimated(tmp_path, monkeypatch):
+    """FNet's Fourier transform does not take bf16."""
+    monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path))
+    config, run = {"model_type": "fnet", **BERT}, lab.Training(seq_len=32, precision="bf16")
+    with pytest.raises(lab.NotAvailable, match=r"failed in transformers' fnet .*BFloat16"):
+        lab.simulate(config, run, "A100-80GB")
+    assert "plain-transformer" in [note.code for note in lab.estimate(config, run, "A100-80GB").notes]

@@ -56,7 +56,7 @@ def test_a_size_that_the_config_leaves_out_is_the_default_of_its_class():
 
 
 def test_of_a_mixture_a_token_uses_its_experts():
-    """3.61B, of which the authors count the head and not the embedding (arXiv 2508.10925, table 1)."""
+    """The authors' 3.61B count the head but not the embedding (arXiv 2508.10925, table 1)."""
     spec = lab.model(GPT_OSS_20B)
     assert spec.active_parameters - spec.vocab * spec.hidden == pytest.approx(3.61e9, rel=0.005)
 
