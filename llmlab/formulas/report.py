@@ -27,7 +27,7 @@ from .memory.step import step_memory
 from .serving import FRACTION, serving
 from .time.flops import flops
 from .time.kernels import kernels
-from .time.operators import durations
+from .time.operators import durations, logits_of
 from .time.step import Traced, tokens_of, utilisation
 from .time.timing import timing
 from .verdict import Verdict, holes, largest_context, plainness, verdict
@@ -151,7 +151,7 @@ def _traced(trace: Trace, run: Training) -> _Held:
 def _durations(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> Traced | None:
     """Return what the operators of a trace take on `card`; None where it has none, or their rates are not known."""
     shallow, deep = trace.kernels.at(run.micro_batch, run.seq_len)
-    both = [durations(operators, run.tokens * spec.vocab, kernels(card)) for operators in (shallow, deep) if operators]
+    both = [durations(operators, logits_of(spec, run), kernels(card)) for operators in (shallow, deep) if operators]
     if not both or both[0] is None or both[1] is None:
         return None
     return both[0].extrapolated(both[1], trace.groups).traced

@@ -28,6 +28,7 @@ from .depth import Depth, depth_of, with_layers
 from .profile.recording import collapsed
 from .report import ROOMY, recorded
 
+IN_FLIGHT = 2  # groups whose weights FSDP has gathered, or whose gradients it has not reduced yet
 APART = 0.015  # by which a trace may differ from the simulations that it is made of
 
 
@@ -73,6 +74,8 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
 
 def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]], fixed: bool) -> Trace:
     depth = depth_of(spec)
+    if run.world_size > 1:
+        depth = depth.begun_after(IN_FLIGHT)
     numbers: dict[Term, int] = {}
     shallow = deep = _traced(with_layers(spec, depth.least) if depth.period else spec, run, card, at, numbers)
     peaks = [(0, point, step.peak) for point, step in zip(at, shallow.steps, strict=True)]

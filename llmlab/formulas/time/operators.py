@@ -13,6 +13,8 @@ from math import isclose
 from typing import NamedTuple
 
 from ...hardware.gpu import DTYPES
+from ...specs.model import ModelSpec
+from ...specs.run import Training
 from ...traces.kernels import Kernel
 from .efficiency import Efficiency
 from .host import COMPILED
@@ -127,6 +129,11 @@ def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | Non
             free = max(free, started) + seconds
             card += seconds
     return Timing(max(free, started), card, started)
+
+
+def logits_of(spec: ModelSpec, run: Training) -> int:
+    """Return how many logits a micro-batch has on one rank."""
+    return run.tokens // run.cp * spec.vocab // run.tp
 
 
 def grids(found: Kernels) -> Kernels | None:
