@@ -32,12 +32,12 @@ from llmlab.archive import OperatorRecord, figure, held_out, operator_records, r
 from llmlab.archive.published_steps import gpt
 from llmlab.formulas.time.efficiency import Efficiency
 from llmlab.formulas.time.kernels import kernels, training_rates
+from llmlab.formulas.time.operators import host_seconds, kernel_seconds
 from llmlab.hardware.gpu import gpu
 from llmlab.simulation.profile.operator_log import Operators
-from llmlab.formulas.time.operators import host_seconds, kernel_seconds
-from llmlab.traces.kernels import Kernel
 from llmlab.simulation.report import recorded
 from llmlab.specs.model import model
+from llmlab.traces.kernels import Kernel
 
 TABLE = Path(lab.__file__).parent / "hardware" / "efficiencies.toml"
 MiB = 2**20

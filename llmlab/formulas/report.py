@@ -19,7 +19,7 @@ from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..specs.stacks import Megatron, Torchtune
 from ..traces.store import find, has_trace
-from ..traces.trace import Trace
+from ..traces.trace import LOADED, Trace
 from .inference import inference_moments
 from .memory.moments import Moment
 from .memory.share import bytes_of, share_of
@@ -61,7 +61,7 @@ def assessed(
     if card:
         fit = verdict(max(peaks), card, run.world_size, holes(run), 1.0 if trace else plainness(spec))
     over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
-    traced = _durations(spec, run, card, trace) if trace and card else None
+    traced = _durations(spec, run, card, trace) if trace and card and isinstance(run, Training) else None
     time = timing(spec, run, card, cluster, traced)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
     report = Report(
@@ -145,7 +145,9 @@ def _traced(trace: Trace, run: Training) -> _Held:
     """Return the moments of a trace, which is always of a run on one GPU."""
     sizes = run.micro_batch, run.seq_len
     moments = [Moment(each.phase, each.place, trace.parts(each, *sizes)) for each in trace.moments]
-    return _summed([moments], {})
+    held = _summed([moments], {})
+    loaded = [moment.total for moment, place in zip(moments, trace.moments, strict=True) if place.place == LOADED]
+    return held._replace(phases=held.phases | {"load": loaded[0]}) if loaded else held
 
 
 def _durations(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> Traced | None:

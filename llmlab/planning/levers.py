@@ -20,6 +20,7 @@ from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
 from ..report import Report, summary
+from ..simulation.deriving import trace_of
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
@@ -108,10 +109,17 @@ def cost(lever: Lever, before: Report) -> str:
 def fix(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None) -> Fix:
     """Return what would make `run` of `model` smaller on `gpu`: see `lab.fix`."""
     spec, card = find_model(model), find_gpu(gpu)
-    report, fit = assessed(spec, run, card, cluster)
+    report, fit = derived(spec, run, card, cluster)
     tried = [_tried(spec, card, cluster, report, fit, *change) for change in changes(spec, run, card)]
     found = [lever for lever in tried if lever]
     return Fix(report, tuple(sorted(found, key=lambda lever: (lever.price, not lever.same_result, -lever.saves))))
+
+
+def derived(spec: ModelSpec, run: Run, card: GPU, cluster: Cluster | None) -> tuple[Report, Verdict]:
+    """Return `assessed`, by formulas that are derived first for a family without written ones."""
+    if not spec.has_formulas:
+        trace_of(spec, run, card)
+    return assessed(spec, run, card, cluster)
 
 
 def _tried(
@@ -128,7 +136,7 @@ def _tried(
     """Return the lever that sets `fields`; None for what model or card do not have, and for what saves nothing."""
     try:
         run = replace(before.run, **fields)
-        report, after = assessed(spec, run, card, cluster)
+        report, after = derived(spec, run, card, cluster)
     except SpecError:
         return None
     saves = fit.least - after.least  # of the fullest stage of a pipeline

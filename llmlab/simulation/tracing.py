@@ -1,8 +1,9 @@
 """Derivation of a trace: the real step, simulated at a few sizes and two depths, gives every tensor its formula.
 
-The step is simulated at four points (B, T), where it must run the same operators. The bytes of each request, and
-the numbers of each operator, at these points determine their polynomials in B and T. A fifth simulation has one more group of layers; the difference
-between the same moments of both depths is what each further group adds. The trace must then give all five peaks.
+The step is simulated at four points (B, T), where it must run the same operators. The bytes of each request, and the
+numbers of each operator, at these points determine their polynomials in B and T. A fifth simulation has one more group
+of layers; the difference between the same moments of both depths is what each further group adds, and its time is what
+each takes longer. The trace must then give all five peaks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..specs.run import Training
 from ..traces.kernels import Kernel, KernelFormula, KernelTrace
 from ..traces.points import points
 from ..traces.polynomials import Monomial, Polynomial, constant, polynomial_through
-from ..traces.trace import Moment, Term, Trace
+from ..traces.trace import LOADED, Moment, Term, Trace
 from .allocator.config import blocks_of
 from .depth import Depth, depth_of, with_layers
 from .profile.recording import collapsed
@@ -229,13 +230,14 @@ def _formula(sizes: Sequence[int], at: Sequence[tuple[int, int]]) -> Polynomial:
 
 
 def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> dict[Place, list[_Alive]]:
-    """Return the moments before something is freed, and those at which a phase begins. A term has its number among
-    `numbers`, which has the same term of all layers once."""
+    """Return the moments before something is freed, those at which a phase begins, and the one at which all is loaded.
+    A term has its number among `numbers`, which has the same term of all layers once."""
     anonymous = [term._replace(module=collapsed(term.module)) for term in terms]
     indices = [numbers.setdefault(term, len(numbers)) for term in anonymous]
     found: dict[Place, list[_Alive]] = {}
     live: Counter[int] = Counter()
     last: tuple[str, int] | None = None
+    loading = False
     for phase, number in (*step.changes, (None, 0)):
         if number > 0:
             live[indices[number - 1]] += 1
@@ -247,7 +249,11 @@ def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> di
             last = None
         if number < 0:
             live[indices[-number - 1]] -= 1
-        elif phase is not None:  # it may allocate nothing
+        elif loading and phase != "load":
+            found["load", "", LOADED] = [_Alive(-1, dict(live))]
+        if number == 0:
+            loading = phase == "load"
+        if number == 0 and phase is not None:  # it may allocate nothing
             found.setdefault((phase, "", "its beginning"), []).append(_Alive(-1, dict(live)))
     return found
 
@@ -281,7 +287,7 @@ def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]
     fewer = {term: number for number, term in enumerate(used)}
     renumbered = (Moment(phase, place, {fewer[term]: count for term, count in counts.items()})
                   for phase, place, counts in kept)  # fmt: skip
-    return Trace(depth.groups, False, tuple(terms[term] for term in used), tuple(renumbered))
+    return Trace(depth.groups, False, tuple(terms[term] for term in used), tuple(renumbered), KernelTrace())
 
 
 def _highest(moments: Sequence[Moment], terms: Sequence[Term]) -> list[Moment]:
@@ -298,6 +304,7 @@ def _highest(moments: Sequence[Moment], terms: Sequence[Term]) -> list[Moment]:
     for number, moment in enumerate(moments):
         others = np.flatnonzero((flat >= flat[number]).all(axis=1) & (phases == moment.phase))
         # Of equal moments the first stays.
-        if not any((flat[other] != flat[number]).any() or other < number for other in others if other != number):
+        others = [other for other in others if other < number or (flat[other] != flat[number]).any()]
+        if moment.place == LOADED or others == []:
             kept.append(moment)
     return kept

@@ -2,10 +2,10 @@
 
     B  sequences     T  tokens per sequence     n  further groups of layers
 
-A tensor needs a polynomial of B and T in bytes, which the allocator rounds up. A moment is a set of live tensors that no
-other moment contains. Each further group of layers adds the same tensors to it, so the sum is linear in n. A trace has
-the moments of the first and the last layers only: in the forward pass a layer in between holds less than the last one,
-and in the backward pass its bytes lie on a line between those of the last and the first.
+A tensor needs a polynomial of B and T in bytes, which the allocator rounds up. A moment is a set of live tensors that
+no other moment contains. Each further group of layers adds the same tensors to it, so the sum is linear in n. A trace
+has the moments of the first and the last layers only: in the forward pass a layer in between holds less than the last
+one, and in the backward pass its bytes lie on a line between those of the last and the first.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class Term(NamedTuple):
         return block_of(self.size(batch, tokens))
 
 
+LOADED = "its end"  # the place of the moment at which loading is done
+
+
 class Moment(NamedTuple):
     """The tensors that are alive in `phase` when `place` allocates memory.
 
@@ -68,14 +71,14 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The terms and moments of a step of a model that has `groups` groups of layers beyond the least that it can have.
+    """The terms, moments and operators of a step of a model with `groups` groups of layers beyond its least ones.
     `fixed`: T is what it was where the trace was made, so that polynomials are in B alone."""
 
     groups: int
     fixed: bool
     terms: tuple[Term, ...]
     moments: tuple[Moment, ...]
-    kernels: KernelTrace = KernelTrace()
+    kernels: KernelTrace
 
     def totals(self, batch: int, tokens: int, groups: int | None = None) -> list[int]:
         """Return the bytes of each moment, with so many further groups."""

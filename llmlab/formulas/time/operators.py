@@ -168,8 +168,9 @@ class Durations(NamedTuple):
 
     def extrapolated(self, deep: Durations, groups: int) -> Durations:
         """Return those of a step with so many `groups` of layers more, of which `deep` has one."""
-        pairs = list(zip(self, deep, strict=True))[:-1]
-        return Durations(*[here + groups * (there - here) for here, there in pairs], self.kernel)
+        pairs = zip(self._asdict().items(), deep, strict=True)
+        more = {name: here + groups * (there - here) for (name, here), there in pairs if name != "kernel"}
+        return self._replace(**more)
 
 
 def durations(operators: Sequence[Kernel], logits: int, found: Kernels) -> Durations | None:

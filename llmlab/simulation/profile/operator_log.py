@@ -18,7 +18,7 @@ from ...base.compat import arg_tree_leaves, current_graph_task_id
 from ...base.errors import NotAvailable
 from ...formulas.time.efficiency import Efficiency, efficiency
 from ...formulas.time.kernels import Kernels, kernels
-from ...formulas.time.operators import BATCHED, Timing, durations, grids, kernel_seconds, timing
+from ...formulas.time.operators import Timing, durations, grids, kernel_seconds, timing
 from ...formulas.time.step import Traced
 from ...hardware.gpu import GPU
 from ...recording.timing import ATTENTION_FLOPS
