@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.compat import disable_current_modes
 from ..base.errors import NotAvailable, SpecError
 from ..base.notes import Note
 from ..base.terms import Outcome
@@ -21,13 +22,15 @@ from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.this_machine import environment
 from ..recording.events import exclusive
-from ..recording.parts import divide, logits_sizes
+from ..recording.parts import divide, logits_elements, logits_sizes
 from ..report import Report
 from ..specs.check import check
+from ..specs.images import images_of
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
 from ..specs.stacks import Megatron
+from ..step.batch import with_images
 from ..step.model import pinned_attention, quantization_of
 from ..step.optimizer import check_offload
 from ..step.quantized import LoadOrder, one_at_a_time
@@ -238,6 +241,9 @@ def _steps(
             engine.remark(EAGER_ON_CPU)
         shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
+    if isinstance(run, Training) and (images := images_of(spec, run)):  # whose places decide shapes
+        with disable_current_modes():
+            inputs = [with_images(torch.zeros(shape, dtype=torch.int64), images) for shape in shapes]
     recording.enter("load")
     if isinstance(run, Training) and stack_of(run):
         where = (stage,) if run.pp > 1 else ()  # asked of stacks that have pipelines
@@ -313,7 +319,7 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     if isinstance(run, Training):
         if isinstance(run.stack, Megatron):
             return rates  # some functions are compiled, and of Apex's kernels there is only what they allocate
-        traced = operators.traced(run.tokens // run.cp * spec.vocab // run.tp)
+        traced = operators.traced(logits_elements(spec, run) // run.cp // run.tp)
         timed = timing(spec, run, card, traced=traced) if traced else None
         if timed is None or timed.seconds is None:
             return rates
