@@ -16,6 +16,10 @@ from .model import ModelSpec
 from .run import Training
 
 
+class TooShort(SpecError, NotAvailable):
+    """A sequence has no room for its images; at this size there is no step to derive formulas from, either."""
+
+
 class _Resized(NamedTuple):
     """A processor that keeps the number of pixels, between `least` and `MOST` tokens; sides of a patch in pixels."""
 
@@ -102,8 +106,8 @@ def images_of(spec: ModelSpec, run: Training) -> Images | None:
                         "smaller image_token_id in the config")  # fmt: skip
     if images.needed > run.seq_len:
         each = f"{images.tokens} tokens each" + (f" and {images.markers} around it" if images.markers else "")
-        raise SpecError(f"seq_len={run.seq_len}: {run.images} images of {images.height} × {images.width} pixels are "
-                        f"{each}; give seq_len >= {images.needed}, or fewer or smaller images")  # fmt: skip
+        raise TooShort(f"seq_len={run.seq_len}: {run.images} images of {images.height} × {images.width} pixels are "
+                       f"{each}; give seq_len >= {images.needed}, or fewer or smaller images")  # fmt: skip
     return images
 
 
