@@ -28,6 +28,6 @@ def uncounted(spec: ModelSpec, run: Run) -> Iterator[Note]:
     if auto_class(spec.family) == "AutoModelForSpeechSeq2Seq":
         yield Note(
             "sound-time",
-            f"The time counts {run.seq_len} tokens in the encoder and in the decoder, although the encoder reads frames "
-            "of sound; `llmlab simulate` counts them.",
+            f"The time counts {run.seq_len} tokens in the encoder and in the decoder, although the encoder reads "
+            "frames of sound; `llmlab simulate` counts those.",
         )

@@ -122,8 +122,7 @@ def _stacks(spec: ModelSpec) -> dict[str, list[Signature]]:
     return {
         path: [_signature(layer) for layer in module]
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) in counts
-        and "vision" not in path and "visual" not in path
+        if isinstance(module, nn.ModuleList) and len(module) in counts and "vision" not in path and "visual" not in path
     }
 
 

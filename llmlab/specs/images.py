@@ -56,11 +56,11 @@ LLAVA_TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # whether pat
 
 
 class Images(NamedTuple):
-    """The `count` images of a sequence: each is `height` × `width` pixels in patches of `patch` × `patch`, and becomes
+    """The `number` images of a sequence: each is `height` × `width` pixels in patches of `patch` × `patch`, and becomes
     `tokens` tokens with the id `token`, between `markers` others. `grid`: whether the model takes a list of patches
     with the grid's sizes, of `frames` equal frames, instead of a picture."""
 
-    count: int
+    number: int
     height: int
     width: int
     patch: int
@@ -73,7 +73,7 @@ class Images(NamedTuple):
     @property
     def needed(self) -> int:
         """Tokens of a sequence that its images take."""
-        return self.count * (self.tokens + self.markers)
+        return self.number * (self.tokens + self.markers)
 
     @property
     def patches(self) -> int:
@@ -119,7 +119,7 @@ def _resized(spec: ModelSpec, run: Training, vision: Mapping[str, Any], known: _
     sides = run.pixels if isinstance(run.pixels, tuple) else (isqrt(run.pixels),) * 2
     height, width = smart_resize(*sides, side=patch * merge, least=known.least, most=MOST)
     return Images(
-        count=run.images,
+        number=run.images,
         height=height,
         width=width,
         patch=patch,
@@ -155,8 +155,8 @@ def _square(spec: ModelSpec, run: Training, config: Mapping[str, Any], known: _S
     vision = config.get("vision_config") or {}
     side, patch = vision.get("image_size", known.side), vision.get("patch_size", known.patch)
     if run.pixels not in (None, side * side, (side, side)):
-        raise SpecError(f"pixels={run.pixels} with {spec.name}, whose processor resizes every image to {side} × {side}; "
-                        "leave out pixels")  # fmt: skip
+        raise SpecError(f"pixels={run.pixels} with {spec.name}, whose processor resizes every image to {side} × "
+                        f"{side}; leave out pixels")  # fmt: skip
     if spec.family == "gemma3":
         tokens = config.get("mm_tokens_per_image", 256)
     else:

@@ -1,6 +1,6 @@
 """The batch of a step, as a processor and a data loader make it: images in its text, sound and labels.
 
-    T  seq_len     B  micro_batch
+T  seq_len     B  micro_batch
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def with_images(ids: Tensor, images: Images | None) -> Tensor:
     if images is None:
         return ids
     ids[ids == images.token] = images.token - 1 if images.token else 1  # in text it would stand for an image
-    for number in range(images.count):
-        begin = number * (images.tokens + images.markers) + images.markers // 2
+    for each in range(images.number):
+        begin = each * (images.tokens + images.markers) + images.markers // 2
         ids[:, begin : begin + images.tokens] = images.token
     return ids
 
@@ -64,7 +64,7 @@ def _required(model: nn.Module) -> tuple[str, ...]:
 
 def _of_images(ids: Tensor, images: Images) -> dict[str, Tensor]:
     """Return what processors add to the tokens: pixels in fp32, and which tokens are an image's."""
-    count = len(ids) * images.count
+    count = len(ids) * images.number
     kinds = (ids == images.token).long()
     if not images.grid:
         pixels = torch.zeros(count, CHANNELS, images.height, images.width, device=ids.device)

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from ..base.errors import NotAvailable
 from ..data import batch
+from ..specs.images import Images, images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, Run, Training
-from ..specs.images import Images, images_of
 from ..techniques.offload import Offloaded
 from .batch import arguments, with_images
 from .model import DTYPES, Around, build_model, compute_dtype, weight_dtype

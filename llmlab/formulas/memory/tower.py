@@ -19,7 +19,7 @@ def tower_activations(share: Share) -> int:
     if images is None or run.lora:
         return 0
     width, layers, inner = tower_sizes(spec.config)
-    patches = run.micro_batch * images.count * images.patches
+    patches = run.micro_batch * images.number * images.patches
     kept = share.bytes.residual * width
     if not run.checkpointing:
         kept += share.bytes.residual * width + share.bytes.compute * (6 * width + 2 * inner)

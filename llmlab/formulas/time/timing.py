@@ -79,9 +79,7 @@ def timing(
     return found if traced else replace(found, notes=(*found.notes, *uncounted(spec, run)))
 
 
-def _timing(
-    spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None, traced: Traced | None
-) -> Timing:
+def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None, traced: Traced | None) -> Timing:
     if card is None:
         return Timing()
     if not isinstance(run, Training):
