@@ -52,15 +52,11 @@ class Division:
 
 def logits_sizes(spec: ModelSpec, run: Run) -> list[int]:
     """Return the bytes of the logits of one forward pass: in half precision, and in fp32."""
-    elements = logits_elements(spec, run)
-    return [2 * elements, 4 * elements]
-
-
-def logits_elements(spec: ModelSpec, run: Run) -> int:
-    """Return the elements of the logits of one forward pass: of each token, or of each sequence that is classified."""
     if isinstance(run, Training):
-        return run.micro_batch * run.num_labels if run.num_labels else run.tokens * spec.vocab
-    return run.batch * spec.vocab
+        elements = run.micro_batch * run.num_labels if run.num_labels else run.tokens * spec.vocab
+    else:
+        elements = run.batch * spec.vocab
+    return [2 * elements, 4 * elements]
 
 
 def divide(events: Sequence[Event], marks: Sequence[Mark], logits: Iterable[int] = ()) -> Division:

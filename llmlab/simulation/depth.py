@@ -44,15 +44,24 @@ class Depth:
         """How many groups the model has beyond its least layers."""
         return (self.layers - self.least) // self.period if self.period else 0
 
+    def begun_after(self, groups: int) -> Depth:
+        """Return it with so many groups more among the least layers, if it has one more than that.
+
+        >>> Depth(32, 0, 1, 2, ()).begun_after(2).least, Depth(3, 0, 1, 2, ()).begun_after(2).least
+        (4, 2)
+        """
+        return replace(self, least=self.least + min(groups, max(0, self.groups - 1)) * self.period)
+
     def deeper(self, path: str) -> str:
-        """Return the path that the module at `path` of the least deep model has with one more group before the last.
+        """Return the path that the module at `path` of the least deep model has with one more group in its middle.
 
         >>> Depth(32, 0, 1, 2, ("model.layers",)).deeper("model.layers.1.mlp")
         'model.layers.2.mlp'
         """
+        half = self.first + self.period * ((self.least - self.first) // self.period // 2) if self.period else 0
         for stack in self.stacks if self.period else ():
             found = re.search(rf"(^|\.){re.escape(stack)}\.(\d+)", path)
-            if found and int(found[2]) >= self.first + self.period:
+            if found and int(found[2]) >= half:
                 return f"{path[: found.start(2)]}{int(found[2]) + self.period}{path[found.end(2) :]}"
         return path
 

@@ -16,13 +16,14 @@ from ..base.notes import Note
 from ..base.terms import Outcome
 from ..base.units import show_bytes
 from ..formulas.report import PAGED_STATES, pages_states
+from ..formulas.time.operators import logits_of
 from ..formulas.time.step import mfu, tokens_of
 from ..formulas.time.timing import timing
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.this_machine import environment
 from ..recording.events import exclusive
-from ..recording.parts import divide, logits_elements, logits_sizes
+from ..recording.parts import divide, logits_sizes
 from ..report import Report
 from ..specs.check import check
 from ..specs.images import images_of
@@ -320,7 +321,7 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     if isinstance(run, Training):
         if isinstance(run.stack, Megatron):
             return rates  # some functions are compiled, and of Apex's kernels there is only what they allocate
-        traced = operators.traced(logits_elements(spec, run) // run.cp // run.tp)
+        traced = operators.traced(logits_of(spec, run))
         timed = timing(spec, run, card, traced=traced) if traced else None
         if timed is None or timed.seconds is None:
             return rates
