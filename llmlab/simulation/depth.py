@@ -75,7 +75,7 @@ def depth_of(spec: ModelSpec) -> Depth:
         return Depth(spec.layers, 0, 0, spec.layers, tuple(stacks))
     columns = list(zip(*stacks.values(), strict=True))
     count = len(columns)
-    for length in range(2, count):  # of the beginning and two groups
+    for length in range(2 + _deepstack(spec), count):  # of the beginning and two groups
         for period in range(1, length // 2 + 1):
             first = length - 2 * period
             least = length + (count - length) % period
@@ -83,6 +83,13 @@ def depth_of(spec: ModelSpec) -> Depth:
             if repeats and least + period <= count and _has(spec, least, columns):
                 return Depth(count, first, period, least, tuple(stacks))
     return Depth(count, 0, 0, count, tuple(stacks))
+
+
+def _deepstack(spec: ModelSpec) -> int:
+    """Return in how many of the first layers the tower's features are added to the text's, as Qwen3-VL does."""
+    vision = spec.config.get("vision_config") or {}
+    known = 3 if spec.family.startswith("qwen3_vl") else 0
+    return len(vision.get("deepstack_visual_indexes", range(known)))
 
 
 def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -124,7 +131,7 @@ def _stacks(spec: ModelSpec) -> dict[str, list[Signature]]:
     return {
         path: [_signature(layer) for layer in module]
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) in counts and "vision" not in path
+        if isinstance(module, nn.ModuleList) and len(module) in counts and "vision" not in path and "visual" not in path
     }
 
 

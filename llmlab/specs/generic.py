@@ -128,11 +128,25 @@ def generic_sizes(config: Mapping[str, Any], family: str, where: str) -> dict[st
 
 def _tower(read: _Sizes) -> int:
     """Return about the parameters of an encoder of images or sound: 4 w² + 2 w f for each block of width w."""
-    width = read.size("hidden_size", "embed_dim", "d_model", default=0, least=0)
+    width, layers, inner = _tower_sizes(read)
+    return layers * width * (4 * width + 2 * inner)
+
+
+def tower_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the width, the blocks and the MLP's width of the encoder of images in a `config`.
+
+    >>> tower_sizes({"model_type": "qwen3_vl"})
+    (1152, 27, 4304)
+    """
+    return _tower_sizes(_Sizes(_nested(config)["vision_config"], "vision_config"))
+
+
+def _tower_sizes(read: _Sizes) -> tuple[int, int, int]:
+    width = read.size("embed_dim", "hidden_size", "d_model", default=0, least=0)  # Qwen2-VL's hidden_size is the text's
     layers = read.size("num_hidden_layers", "depth", "num_layers", "encoder_layers", default=0, least=0)
     ratio = read.value("mlp_ratio", 4)
     inner = read.size(*WIDTH, default=round(ratio * width) if isinstance(ratio, (int, float)) else 4 * width, least=0)
-    return layers * width * (4 * width + 2 * inner)
+    return width, layers, inner
 
 
 class _Sizes:
