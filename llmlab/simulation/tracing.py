@@ -304,7 +304,7 @@ def _highest(moments: Sequence[Moment], terms: Sequence[Term]) -> list[Moment]:
     for number, moment in enumerate(moments):
         others = np.flatnonzero((flat >= flat[number]).all(axis=1) & (phases == moment.phase))
         # Of equal moments the first stays.
-        others = [other for other in others if other < number or (flat[other] != flat[number]).any()]
-        if moment.place == LOADED or others == []:
+        higher = [other for other in others if other < number or (flat[other] != flat[number]).any()]
+        if moment.place == LOADED or not higher:
             kept.append(moment)
     return kept
