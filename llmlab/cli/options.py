@@ -62,7 +62,7 @@ def _option(name: str, hint: Any, default: Any, words: str) -> click.Option:
     if name == "lora":
         return click.Option([flag, name], type=int, metavar="RANK", help=words)
     if name == "pixels":
-        return click.Option([flag, name], type=_pixels, metavar="N|HEIGHTxWIDTH", help=words)
+        return click.Option([flag, name], type=_pixels, default=None, metavar="N|HEIGHTxWIDTH", help=words)
     if kind is bool:
         both = f"{flag}/--no-{flag.removeprefix('--')}" if default else flag
         shown = USUAL.get(name, default)
