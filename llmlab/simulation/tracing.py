@@ -18,6 +18,7 @@ import numpy as np
 from ..base.errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..recording.parts import Change, changes_of, divided, logits_sizes
+from ..specs.images import images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Training
 from ..traces.kernels import Kernel, KernelFormula, KernelTrace
@@ -61,8 +62,9 @@ class _Step(NamedTuple):
 
 def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
     """Return the trace of `run` on one `card`. Raises Untraceable for a step without one."""
+    images = images_of(spec, run)
     for fixed in (False, True):
-        at = points(run.micro_batch, run.seq_len, fixed, spec.max_positions)
+        at = points(run.micro_batch, run.seq_len, fixed, spec.max_positions, images.needed if images else 1)
         if at is None:
             continue
         try:
