@@ -113,7 +113,7 @@ class Trace:
         )
         formulas, *orders = data["kernels"]
         kernels = (
-            KernelFormula(Kernel(*kernel), tuple(map(_polynomial, polynomials)))
+            KernelFormula(Kernel(*kernel)._replace(shape=()), tuple(map(_polynomial, polynomials)))
             for kernel, polynomials in formulas
         )
         operators = KernelTrace(tuple(kernels), *map(tuple, orders))

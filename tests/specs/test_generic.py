@@ -69,7 +69,7 @@ def test_which_class_and_which_attention():
 def test_an_estimate_says_that_it_counts_a_plain_transformer_and_leaves_a_wider_margin(monkeypatch, tmp_path):
     """Where no trace can be derived, as in a browser."""
     monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path))
-    monkeypatch.setattr("llmlab.verbs.find_spec", lambda package: None)
+    monkeypatch.setattr("llmlab.simulation.deriving.find_spec", lambda package: None)
     run = lab.Training(precision="bf16", seq_len=512)
     as_llama = {**OLMO_2_7B, "model_type": "llama"}
     plain, known = (lab.estimate(model, run, "RTX PRO 6000") for model in (OLMO_2_7B, as_llama))
