@@ -42,7 +42,7 @@ T5_BASE = {"model_type": "t5", "d_model": 768, "d_kv": 64, "d_ff": 3072, "num_la
         (GPT_OSS_20B, 20_914_757_184, 0.001),  # arXiv 2508.10925, table 1: 20.91B
         (OLMO_2_7B, 7_298_617_344, 0.001),  # arXiv 2501.00656
         (BERT_BASE, 110e6, 0.015),  # arXiv 1810.04805, section 3: 110M
-        (T5_BASE, 220e6, 0.12),  # arXiv 1910.10683, section 3.1.2; a decoder's cross-attention is not counted
+        (T5_BASE, 220e6, 0.015),  # arXiv 1910.10683, section 3.1.2
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
 )
