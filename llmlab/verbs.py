@@ -281,8 +281,10 @@ def fix(
     """Return what would make `run` of `model` smaller on `gpu`: each change, the bytes it saves and the time it costs.
 
     Given torch's out-of-memory message alone, return its numbers one by one, and whether expandable_segments would
-    have helped. All by closed formulas. Raises SpecError for a text that is no such message, and as `estimate` does.
+    have helped. All by formulas, which are derived first where `estimate` does so: that takes seconds for each change.
+    Raises SpecError for a text that is no such message, and as `estimate` does.
     """
+    from .planning.levers import derived
     from .planning.levers import fix as fixed
     from .planning.out_of_memory import explained
 
@@ -290,7 +292,7 @@ def fix(
         return explained(model)
     if run is None or gpu is None:
         raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error")
-    found = fixed(model, run, gpu, cluster)
+    found = fixed(model, run, gpu, cluster, derived)
     return replace(found, report=_assuming(found.report, gpu))
 
 

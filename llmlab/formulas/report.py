@@ -142,7 +142,7 @@ def _held_in_training(spec: ModelSpec, run: Training, card: GPU | None, cpu: boo
 
 
 def _traced(trace: Trace, run: Training) -> _Held:
-    """Return the moments of a trace, which is always of a run on one GPU."""
+    """Return the moments of a trace, which is never of a pipeline."""
     sizes = run.micro_batch, run.seq_len
     moments = [Moment(each.phase, each.place, trace.parts(each, *sizes)) for each in trace.moments]
     held = _summed([moments], {})

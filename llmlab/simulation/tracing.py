@@ -2,8 +2,8 @@
 
 The step is simulated at four points (B, T), where it must run the same operators. The bytes of each request, and the
 numbers of each operator, at these points determine their polynomials in B and T. A fifth simulation has one more group
-of layers; the difference between the same moments of both depths is what each further group adds, and its time is what
-each takes longer. The trace must then give all five peaks.
+of layers: the difference between the same moments of both depths is what each further group adds, and so is the
+difference between their times. The trace must then give all five peaks.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, 
     operators = _kernels(shallow.steps, at)
     if depth.period:
         more = with_layers(spec, depth.least + depth.period)
-        # Where the fewest different formulas have the same value.
+        # The point at which the fewest formulas have equal values: the deeper step's operators are told apart by them.
         sizes = max(at, key=lambda sizes: len({formula.at(*sizes) for formula in operators.formulas}))
         step = _step(more, replace(run, micro_batch=sizes[0], seq_len=sizes[1]), card)
         terms = _terms_like(shallow.terms, step, sizes)

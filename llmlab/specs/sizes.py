@@ -13,10 +13,9 @@ class Sizes:
     """What `ModelSpec` is made of; every field below `source` is read from the config and checked.
 
     `dense_layers` is how many layers of a mixture of experts have a dense MLP (without experts: how many have an MLP,
-    where not all do), `shared_experts` how many experts every
-    token goes through, `moe_intermediate` one expert's width. `head_dim` is a query and key head's (values of `mla`
-    have their own). `window_layers` of the layers see only the last `sliding_window` tokens. `source` is the Hugging
-    Face repository or the file the config is from.
+    where not all do), `shared_experts` how many experts every token goes through, `moe_intermediate` one expert's
+    width. `head_dim` is a query and key head's (values of `mla` have their own). `window_layers` of the layers see only
+    the last `sliding_window` tokens. `source` is the Hugging Face repository or the file the config is from.
     """
 
     name: str

@@ -207,8 +207,8 @@ def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
 def training_step(step: Step, enter: Enter = ignore) -> None:
     """Run one optimizer step: forward and backward one micro-batch at a time, then the update.
 
-    `output`, and with it the logits, lives on through
-    backward and the update, as it does in a training loop that names it.
+    `output`, and with it the logits, lives on through backward and the update, as it does in a training loop that
+    names it.
     """
     run, optimizer = step.run, step.optimizer
     assert isinstance(run, Training)

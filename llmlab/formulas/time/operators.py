@@ -23,9 +23,7 @@ from .step import Passes, Traced
 
 TILE = 64  # rows and columns of a block of a product small enough that libraries still choose it
 SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their own
-
-
-BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))
+BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))  # the products of eager attention
 
 
 class Timing(NamedTuple):
@@ -142,9 +140,12 @@ def grids(found: Kernels) -> Kernels | None:
 
 
 class Durations(NamedTuple):
-    """Seconds of a step's operators: of its passes by what takes them, all of these on the card, of starting them, and
-    until the last one ends; until the update ends; and the kernel that computed attention, as
-    `share.attention_kernel` names it."""
+    """Seconds of a step's operators.
+
+    The first five are the card's in forward and backward passes, by what takes them, and `card` is their sum. `host` is
+    what the CPU takes to start these operators. `passes` is the time until the last of them ends, `step` the time until
+    the update ends. `kernel` computed attention, as `share.attention_kernel` names it.
+    """
 
     products: float
     head: float
@@ -167,7 +168,7 @@ class Durations(NamedTuple):
         return Traced(passes, self.step - self.passes, self.kernel)
 
     def extrapolated(self, deep: Durations, groups: int) -> Durations:
-        """Return those of a step with so many `groups` of layers more, of which `deep` has one."""
+        """Return the seconds with `groups` more groups of layers, given those of a step with one more, `deep`."""
         pairs = zip(self._asdict().items(), deep, strict=True)
         more = {name: here + groups * (there - here) for (name, here), there in pairs if name != "kernel"}
         return self._replace(**more)
