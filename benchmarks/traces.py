@@ -11,11 +11,12 @@ and seconds are compared.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import click
@@ -57,9 +58,24 @@ def drawn(draw: random.Random, positions: int) -> lab.Training:
     )  # fmt: skip
 
 
-def case(family: str, draw: random.Random) -> tuple[list[str], tuple[float, float] | None]:
-    """Return the cells of a draw, and the errors of its derived peak and time; None where these are not derived, or
-    cannot be simulated."""
+class Case(NamedTuple):
+    """A draw in words, the source of its estimate, the errors of its peak and time (None: not known), and why it was
+    not simulated."""
+
+    family: str
+    words: str
+    source: str
+    memory: float | None = None
+    time: float | None = None
+    reason: str = ""
+
+    def row(self) -> list[str]:
+        errors = ("–" if error is None else f"{error:+.2%}" for error in (self.memory, self.time))
+        return [self.family, self.words, self.source, *errors]
+
+
+def case(family: str, draw: random.Random) -> Case:
+    """Return a draw with its errors."""
     config = config_of(family)
     run = drawn(draw, lab.model(config).max_positions)
     words = f"{run.micro_batch} × {run.seq_len}, {run.precision}, {run.optimizer}, {run.checkpointing or 'none'}"
@@ -67,16 +83,32 @@ def case(family: str, draw: random.Random) -> tuple[list[str], tuple[float, floa
     try:
         simulation, estimate = lab.simulate(config, run, GPU), lab.estimate(config, run, GPU)
     except (lab.NotAvailable, lab.SpecError, RuntimeError, ValueError, TypeError) as error:
-        return [family, words, " ".join(str(error).split())[:120], "–", "–"], None
+        return Case(family, words, "not simulated", reason=" ".join(str(error).split())[:160])
     codes = [note.code for note in estimate.notes]
-    source = next((code for code in codes if code in SOURCES), "written formulas")
+    source = next((code for code in codes if code in SOURCES), "written")
     assert simulation.peak_allocated and estimate.peak_allocated
-    memory = estimate.peak_allocated / simulation.peak_allocated - 1
-    if not (estimate.step_seconds and simulation.step_seconds):
-        return [family, words, source, f"{memory:+.2%}", "–"], None
-    time = estimate.step_seconds / simulation.step_seconds - 1
-    errors = (memory, time) if source == "derived" else None
-    return [family, words, source, f"{memory:+.2%}", f"{time:+.2%}"], errors
+    memory, time = estimate.peak_allocated / simulation.peak_allocated - 1, None
+    if estimate.step_seconds and simulation.step_seconds:
+        time = estimate.step_seconds / simulation.step_seconds - 1
+    return Case(family, words, source, memory, time)
+
+
+def report(cases: Sequence[Case]) -> str:
+    """Return the page."""
+    derived = [case for case in cases if case.source == "derived"]
+    said = f"Of {len(cases)} draws {len(derived)} have derived formulas"
+    for what in ("memory", "time"):
+        errors = [abs(error) for case in derived if (error := getattr(case, what)) is not None]
+        if errors:
+            name = {"memory": "peak", "time": "time"}[what]
+            said += f"; their {name} is off by {median(errors):.2%} at the median and {max(errors):.2%} at most"
+            said += f" ({len(errors)} draws)"
+    header = ["family", "run", "formulas", "peak", "time"]
+    shown = table(header, [case.row() for case in cases], words=True)
+    lines = [f"{said}. The last two columns are estimate / simulation − 1.", "", *shown]
+    if reasons := [f"- {case.family}: {case.reason} …" for case in cases if case.reason]:
+        lines += ["", "Steps that were not simulated, with the beginning of the message:", "", *reasons]
+    return "\n".join([*lines, "", provenance("llmlab", "torch", "transformers")])
 
 
 @click.command(help="Compare derived formulas with simulations.")
@@ -84,21 +116,11 @@ def case(family: str, draw: random.Random) -> tuple[list[str], tuple[float, floa
 @click.option("--draws", default=2, show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write traces.md into this folder.")
 def main(chosen: tuple[str, ...], draws: int, out: Path | None) -> None:
-    rows: list[list[str]] = []
-    errors: list[tuple[float, ...]] = []
+    cases = []
     with TemporaryDirectory() as cache, mock.patch.dict("os.environ", LLMLAB_CACHE=cache):
         for family, number in track(list(product(chosen or FAMILIES, range(draws))), "draws"):
-            cells, both = case(family, random.Random(f"{family} {number}"))
-            rows.append(cells)
-            errors += [tuple(map(abs, both))] if both else []
-    header = ["family", "run", "source of the estimate", "peak: estimate − simulation", "seconds"]
-    said = f"Of {len(rows)} draws {len(errors)} have derived formulas"
-    if errors:
-        memory, time = zip(*errors, strict=True)
-        said += f": their peak is off by {median(memory):.2%} at the median, by {max(memory):.2%} at most"
-        said += f", their time by {median(time):.2%} and {max(time):.2%}"
-    made = provenance("llmlab", "torch", "transformers")
-    text = "\n".join([f"{said}.", "", *table(header, rows, words=True), "", made])
+            cases.append(case(family, random.Random(f"{family} {number}")))
+    text = report(cases)
     print(text)
     if out:
         write(out / "traces.md", text)
