@@ -47,6 +47,8 @@ def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
                 _kept[key] = Trace.from_dict(json.loads(_file(key).read_text(encoding="utf-8")))
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
                 continue
+            except ModuleNotFoundError:  # platformdirs, in a browser, which keeps no traces
+                return None
         return _kept[key]
     return None
 
