@@ -28,7 +28,7 @@ from .serving import FRACTION, serving
 from .time.flops import flops
 from .time.step import tokens_of, utilisation
 from .time.timing import timing
-from .verdict import Verdict, holes, largest_context, plainness, verdict
+from .verdict import Verdict, holes, kind, largest_context, plainness, verdict
 
 PAGED_STATES = Note(
     "paged-states",
@@ -57,7 +57,7 @@ def assessed(
     peaks, peak = held.peaks, held.peak
     fit = Verdict("unknown", 0, 0)
     if card:
-        fit = verdict(max(peaks), card, run.world_size, holes(run), 1.0 if trace else plainness(spec))
+        fit = verdict(max(peaks), card, run.world_size, holes(spec, run, peak), 1.0 if trace else plainness(spec))
     over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
     time = timing(spec, run, card, cluster)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
@@ -88,7 +88,7 @@ def assessed(
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
             *(() if spec.has_formulas else (_origin(spec, trace),)),
-            *_notes(spec, run, card, peaks, fit, time.notes),
+            *_notes(spec, run, card, peaks, peak, fit, time.notes),
         ),
     )
     return report, fit
@@ -100,11 +100,13 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
 
     Behind the second stage of a pipeline none but the last, which has the head, holds more than the second.
     """
-    peak = 0
+    total = 0
     for stage in dict.fromkeys((0, run.pp - 1, min(1, run.pp - 1))):
         moments = step_memory(share_of(spec, run, card, False, stage)).moments()
-        peak = max(peak, *[moment.total for moment in moments])
-        found = verdict(peak, card, run.world_size, holes(run), plainness(spec))
+        totals = [moment.total for moment in moments]
+        peak = moments[totals.index(max(totals))]
+        total = max(total, *totals)
+        found = verdict(total, card, run.world_size, holes(spec, run, peak), plainness(spec))
         if found.outcome == "out of memory":
             break
     return found
@@ -179,7 +181,13 @@ def _alike(card: GPU, run: Training) -> GPU:
 
 
 def _notes(
-    spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, of_time: tuple[Note, ...]
+    spec: ModelSpec,
+    run: Run,
+    card: GPU | None,
+    peaks: list[int],
+    peak: Moment,
+    fit: Verdict,
+    of_time: tuple[Note, ...],
 ) -> Iterator[Note]:
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
     if isinstance(run, Training) and run.quantization:
@@ -202,6 +210,10 @@ def _notes(
         between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
         yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
+    if fit.outcome == "fits" and (sort := kind(spec, run, peak)) and verdict(peak.total, card).outcome != "fits":
+        bound = f"In 95 % of {sort.runs} simulated steps of this kind ({sort.what}), the process needs at most"
+        yield Note("probably-fits", f"{bound} {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}. "
+                   "`llmlab simulate` checks this step.")  # fmt: skip
     if isinstance(run, Inference):
         service = serving(spec, run, card)
         engine = f"If a serving engine uses {FRACTION:.0%} of the memory"
