@@ -4,33 +4,42 @@
     python benchmarks/room.py --out benchmarks/results     # and writes room.md
 
 A step is simulated once. Its requests are then sent to allocators with less and less room, until one runs out. A step
-runs in less room than it reserves on a large card, since an allocator that is short of memory frees its cached
-segments. NF4 bases are loaded in order, and by threads as transformers 5.0 to 5.3 did.
+runs in less room than it reserves on a large GPU, because an allocator that is short of memory frees its cached
+segments. NF4 bases are loaded in order, and by threads as transformers 5.0 to 5.3 did. The first tables describe the
+steps of room_draws.csv, by the kinds of formulas/verdict.py, and published steps. Then follow steps chosen by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import click
-from load_orders import Requests, requests_of
+import plans
+import room_draws
+from load_orders import requests_of
 from past_releases import read_ahead
-from provenance import provenance, table, write
+from provenance import provenance, table, titled_table, write
 from rich.progress import track
+from room_draws import EXPANDABLE, least_room
 
 import llmlab as lab
 from llmlab.base.units import show_bytes
-from llmlab.formulas.verdict import HOLES, MEGATRON_EXPANDABLE_HOLES, MEGATRON_HOLES
-from llmlab.simulation.allocator.config import AllocatorConfig
-from llmlab.specs.run import Run
+from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.report import assessed
+from llmlab.formulas.verdict import HOLES, KINDS, MEGATRON_EXPANDABLE_HOLES, MEGATRON_HOLES, Kind, kind, verdict
+from llmlab.specs.run import Run, Training, stack_of
 from llmlab.step.quantized import one_at_a_time
 
-NEAR = 0.005  # the search ends when its bounds differ by this share of the room
+SHARE = 0.95  # of a kind's draws, which its factor covers
 HEADER = ["step", "card", "lab.estimate", "reserved with room for all", "least room", "least room / estimate",
           "with expandable segments / allocated"]  # fmt: skip
-EXPANDABLE = AllocatorConfig(expandable_segments=True)
+OF_DRAWS = ["steps drawn at random", "steps", "median", "90 %", "95 %", "most", "covered by the other half's 95 %",
+            "reserved / allocated, 95 %", "expandable segments, 95 %", "loaded by threads, 95 %"]  # fmt: skip
 FOUR = lab.LoRA(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 ADAPTERS = {"lora": FOUR, "precision": "fp16"}
 QLORA = {**ADAPTERS, "quantization": "nf4"}
@@ -79,18 +88,91 @@ MEGATRON: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def least_room(asked: Requests, order: list[tuple[int, bool]]) -> tuple[int, int, int]:
-    """Return the bytes allocated and reserved without a limit, and the least room in which the step runs."""
-    free = asked._replace(room=None).in_order(order)
-    assert free is not None  # nothing is refused without a limit
-    too_small, enough = free.allocated - 1, free.reserved
-    while enough - too_small > NEAR * enough:
-        room = (too_small + enough) // 2
-        if asked._replace(room=room).in_order(order):
-            enough = room
-        else:
-            too_small = room
-    return free.allocated, free.reserved, enough
+class Ratios(NamedTuple):
+    """The least room of a draw over its estimate, in three ways, and what it reserves with room for everything over
+    what it allocates."""
+
+    number: int
+    least: float
+    expandable: float
+    threads: float | None
+    reserved: float
+
+
+def quantile(values: Iterable[float], share: float = SHARE) -> float:
+    """Return the smallest of `values` that at least `share` of them do not exceed.
+
+    >>> quantile(range(1, 101)), quantile([3.0, 1.0, 2.0])
+    (95, 3.0)
+    """
+    found = sorted(values)
+    return found[ceil(share * len(found)) - 1]
+
+
+def by_kind() -> dict[Kind | None, list[Ratios]]:
+    """Return the ratios of all draws by kind; those of generations under None."""
+    found: dict[Kind | None, list[Ratios]] = {}
+    for row in room_draws.rows():
+        spec, run = lab.model(row.draw.model), row.draw.run
+        estimate = lab.estimate(spec, run, row.draw.gpu).peak_allocated
+        assert estimate is not None
+        sort = None
+        if isinstance(run, Training):
+            moments = training_moments(spec, run, lab.gpu(row.draw.gpu))
+            sort = kind(spec, run, max(moments, key=lambda moment: moment.total))
+        threads = row.threads / estimate if row.threads else None
+        ratios = Ratios(row.number, row.least / estimate, row.expandable / estimate, threads,
+                        row.reserved / row.allocated)  # fmt: skip
+        found.setdefault(sort, []).append(ratios)
+    return found
+
+
+def covered(ratios: Sequence[Ratios]) -> float:
+    """Return the share of draws that need no more than the 95th percentile of the half that they are not in."""
+    halves = [[each.least for each in ratios if each.number // 2 % 2 == half] for half in (0, 1)]
+    within = [value <= quantile(other) for half, other in (halves, halves[::-1]) for value in half]
+    return sum(within) / len(within)
+
+
+def of_draws() -> Iterator[str]:
+    """Return the table of the draws by kind."""
+    found, lines = by_kind(), []
+    for sort in (*KINDS, None):
+        ratios = found[sort]
+        least = [each.least for each in ratios]
+        threads = [each.threads for each in ratios if each.threads]
+        figures = [median(least), quantile(least, 0.9), quantile(least), max(least)]
+        others = [quantile(each.reserved for each in ratios), quantile(each.expandable for each in ratios)]
+        lines.append([sort.what if sort else "generation", str(len(ratios)), *(f"{each:.3f}" for each in figures),
+                      f"{covered(ratios):.1%}", *(f"{each:.3f}" for each in others),
+                      f"{quantile(threads):.3f}" if threads else "–"])  # fmt: skip
+    every = [each for ratios in found.values() for each in ratios]
+    least = [each.least for each in every]
+    yield from titled_table("Least room over lab.estimate's peak", OF_DRAWS, lines)
+    yield (
+        f"- All {len(every)} draws: median {median(least):.3f}, 95th percentile {quantile(least):.3f}; "
+        f"{sum(each > HOLES for each in least)} need more than {HOLES:.2f} times the estimate."
+    )
+    yield ""
+
+
+def of_published() -> Iterator[str]:
+    """Return the table of what estimates say of published steps on one GPU, of families with formulas."""
+    before, now = Counter[tuple[bool, str]](), Counter[tuple[bool, str]]()
+    for case in plans.cases():
+        spec, run = lab.model(case.model), case.run
+        if case.uncertain or run.world_size > 1 or not spec.has_formulas or stack_of(run) or run.compile:
+            continue
+        card = lab.gpu(case.card)
+        report, fit = assessed(spec, run, card)
+        now[case.ran, fit.outcome] += 1
+        before[case.ran, verdict(report.peak_allocated or 0, card).outcome] += 1
+    said = ("fits", "out of memory", "unknown")
+    ways = (f"{HOLES:.2f} for all", before), ("by kind", now)
+    lines = [[f"{'ran' if ran else 'ran out of memory'}, {how}", *(str(counts[ran, word]) for word in said)]
+             for ran in (True, False) for how, counts in ways]  # fmt: skip
+    title = "What lab.estimate says of published steps on one GPU"
+    yield from titled_table(title, ["published steps", *said], lines)
 
 
 def rows(name: str, card: str, run: Run) -> Iterable[tuple[list[str], float, float]]:
@@ -118,8 +200,9 @@ def main(out: Path | None) -> None:
     narrow = max(ratio for *_, ratio in found)
     said = (
         f"- Least room over the estimate: {ratios[0]:.3f} to {ratios[-1]:.3f}, the median {median(ratios):.3f}. With "
-        f"{HOLES:.2f} times its sum of tensors on the card `lab.estimate` says that a run fits, with less than the "
-        "sum that it does not, and between both that it cannot tell. With expandable segments a step needs at most "
+        f"{HOLES:.2f} times its sum of tensors on the GPU `lab.estimate` says that a run of no measured kind fits, "
+        "with less than the sum that it does not, and between both that it cannot tell. With expandable segments a "
+        "step needs at most "
         f"{narrow:.3f} times what it allocates; for Megatron-LM's, whose formula errs too, the bound is "
         f"{MEGATRON_EXPANDABLE_HOLES:.2f}."
     )
@@ -130,7 +213,8 @@ def main(out: Path | None) -> None:
         f"{median(shares):.3f}: {MEGATRON_HOLES:.2f} is the bound of its steps."
     )
     header = ["Megatron-LM, as ranks printed it", "max allocated, MB", "max reserved, MB", "reserved / allocated"]
-    text = "\n".join([*table(HEADER, [cells for cells, *_ in found]), "", said, "", *table(header, lines), "", own, "",
+    drawn = [*of_draws(), *of_published()]
+    text = "\n".join([*drawn, *table(HEADER, [cells for cells, *_ in found]), "", said, "", *table(header, lines), "", own, "",
                       provenance("llmlab", "torch")])  # fmt: skip
     print(text)
     if out:

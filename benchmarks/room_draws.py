@@ -1,11 +1,11 @@
-"""Steps drawn at random, and the least room in which each one runs: the data behind the kinds of lab.estimate's verdict.
+"""Steps drawn at random, and the least room in which each one runs: the data behind lab.estimate's verdict.
 
     python benchmarks/room_draws.py --last 2000      # adds the draws that room_draws.csv lacks; about 5 s each
 
 Each draw has a number, which is its seed. Its options are drawn first. Then models, GPUs and sizes are drawn until the
 estimated peak is between half of the GPU's memory and all of it, where a verdict is hard. The step is simulated, and
 its requests are sent to allocators with less and less room (load_orders.py). The file lists models, GPUs and sizes,
-which depend on the formulas of the day, and the results in MiB; the options follow from the seed.
+which depend on the presets and formulas of the day, and the results in MiB; the options follow from the seed.
 """
 
 from __future__ import annotations
