@@ -214,7 +214,8 @@ def main(out: Path | None) -> None:
     )
     header = ["Megatron-LM, as ranks printed it", "max allocated, MB", "max reserved, MB", "reserved / allocated"]
     drawn = [*of_draws(), *of_published()]
-    text = "\n".join([*drawn, *table(HEADER, [cells for cells, *_ in found]), "", said, "", *table(header, lines), "", own, "",
+    by_hand = table(HEADER, [cells for cells, *_ in found])
+    text = "\n".join([*drawn, *by_hand, "", said, "", *table(header, lines), "", own, "",
                       provenance("llmlab", "torch")])  # fmt: skip
     print(text)
     if out:

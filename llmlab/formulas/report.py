@@ -211,9 +211,9 @@ def _notes(
         needs = f"With CUDA context and fragmentation the process needs {between}"
         yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
     if fit.outcome == "fits" and (sort := kind(spec, run, peak)) and verdict(peak.total, card).outcome != "fits":
-        most = f"With CUDA context and fragmentation the process needs at most {show_bytes(fit.most)}"
+        needs = f"With CUDA context and fragmentation the process needs at most {show_bytes(fit.most)}"
         steps = f"in 95 % of simulated steps of this kind ({sort.what})"
-        yield Note("probably-fits", f"{most} {steps}, and the GPU has {show_bytes(card.memory)}. "
+        yield Note("probably-fits", f"{needs} {steps}, and the GPU has {show_bytes(card.memory)}. "
                    "`llmlab simulate` decides.")  # fmt: skip
     if isinstance(run, Inference):
         service = serving(spec, run, card)
