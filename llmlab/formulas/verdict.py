@@ -38,8 +38,8 @@ SELECTIVE = Kind("selective checkpointing", 1.161, 86)
 RECOMPUTED = Kind("full checkpointing", 1.265, 102)
 RECOMPUTED_ADAPTERS = Kind("full checkpointing, LoRA", 1.244, 104)
 KINDS = (UPDATE, SMALL_LOGITS, KEPT, KEPT_ADAPTERS, SELECTIVE, RECOMPUTED, RECOMPUTED_ADAPTERS)
-# Logits are small if their fp32 copy is less than this share of the peak. Limit and kinds were chosen with the draws and
-# the published steps in view.
+# Logits are small if their fp32 copy is less than this share of the peak. Limit and kinds were chosen with the draws
+# and the published steps in view.
 SMALL = 0.02
 # For everything else: several GPUs, other stacks, compiled steps and families without formulas were not drawn. Of 46
 # generations 95 % need at most 1.285, but part of that is the error of their formula. The bound is from 26 steps that
