@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ..base.compat import disable_current_modes, tree_flatten, tree_unflatten
 from ..specs.run import Inference
+from ..traces.kernels import Kernel
 from .engine.engine import Engine
 from .engine.scratch import Scratch
 from .profile.operator_log import Operators
-from .profile.roofline import Kernel
 from .workspaces.registry import Operator, Outputs
 
 FEW = 24  # steps: a generation of as many runs them all
