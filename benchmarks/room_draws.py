@@ -39,6 +39,11 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = (("q_proj", "v_proj"), ATTENTION, (*ATTENTION, "gate_proj", "up_proj", "down_proj"))
 TARGETS_OF = {"gpt2": (("c_attn",), ("c_attn", "c_proj")), "phi3": (("qkv_proj",), ("qkv_proj", "o_proj"))}
 TRIES = 3000
+SEVERAL = 10_000  # draws from this number on are on several GPUs
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {"dp": 8}, {"dp": 8, "zero": 1}, {"dp": 8, "zero": 2}, {"dp": 8, "zero": 3}, {"dp": 8, "zero": 3}, {"tp": 2},
+    {"tp": 4}, {"tp": 8}, {"dp": 4, "tp": 2, "zero": 3}, {"dp": 8, "tp": 4, "zero": 3})  # fmt: skip
+DENSE = ("llama", "mistral", "qwen2", "qwen3")  # families with tensor parallelism in lab.simulate
 
 
 class Draw(NamedTuple):
@@ -86,7 +91,9 @@ def least_room(asked: Requests, order: list[tuple[int, bool]]) -> Room:
 def drawn(number: int) -> Draw | None:
     """Return the draw of that number; None if of many sizes none brings its peak near a GPU's memory."""
     random = Random(f"room {number}")
-    options, specs = _options(random), _specs()
+    options, specs = _options(random, number), _specs()
+    if number >= SEVERAL:
+        specs = {name: [spec for spec in specs[name] if spec.parameters < 9e9] for name in DENSE}
     for _ in range(TRIES):
         spec = random.choice(specs[random.choice(list(specs))])
         card = random.choice(GPUS)
@@ -133,7 +140,7 @@ def cells_of(row: Row) -> list[str]:
 
 def _row(cells: list[str]) -> Row:
     number, name, card, batch, tokens, last, *sizes = cells
-    spec, options = lab.model(name), _options(Random(f"room {number}"))
+    spec, options = lab.model(name), _options(Random(f"room {number}"), int(number))
     run = _run(options, int(batch), int(tokens), int(last or 0), _targets(spec))
     allocated, reserved, least, expandable, threads = [int(size or 0) * MiB for size in sizes]
     return Row(int(number), Draw(spec.name, card, run), allocated, reserved, least, expandable, threads or None)
@@ -141,11 +148,11 @@ def _row(cells: list[str]) -> Row:
 
 @cache
 def _specs() -> dict[str, list[ModelSpec]]:
-    """Return the presets by family; a family with few of them is drawn as often as one with many."""
+    """Return the presets with formulas by family; a family with few of them is drawn as often as one with many."""
     found: dict[str, list[ModelSpec]] = {}
     for name in lab.models():
         spec = lab.model(name)
-        if spec.parameters <= LARGEST:
+        if spec.has_formulas and spec.parameters <= LARGEST:
             found.setdefault(spec.family, []).append(spec)
     return found
 
@@ -154,8 +161,10 @@ def _targets(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
     return TARGETS_OF.get(spec.family, TARGETS)
 
 
-def _options(random: Random) -> dict[str, Any]:
+def _options(random: Random, number: int) -> dict[str, Any]:
     """Return the fields of a Training or an Inference that are no sizes, with the rank of adapters in place of them."""
+    if number >= SEVERAL:
+        return _on_several(random)
     if random.random() < 0.08:
         weights, attention = random.choice(("fp32", "fp16", "bf16")), random.choice(("sdpa", "eager"))
         return {"weights": weights, "kv": weights, "attention": attention}
@@ -169,6 +178,25 @@ def _options(random: Random) -> dict[str, Any]:
     }
     if random.random() < 0.4:
         options |= {"rank": random.choice((8, 16, 64)), "quantization": random.choice((None, "nf4", "nf4", "int8"))}
+    return options
+
+
+def _on_several(random: Random) -> dict[str, Any]:
+    """Return the fields of a Training on several GPUs that are no sizes."""
+    layout = random.choice(LAYOUTS)
+    options: dict[str, Any] = {
+        **layout,
+        "precision": random.choice(("bf16", "autocast-bf16", "mixed-bf16")),
+        "optimizer": random.choice(("adamw", "adamw-fused", "sgd")),
+        "checkpointing": random.choice((None, "selective", "full")),
+        "attention": random.choice(("sdpa", "flash", "efficient")),
+        "accumulation": random.choice((1, 2)),
+        "kernels": random.choice((None, None, "fused-loss")),
+    }
+    if "tp" in layout:
+        options["sequence_parallel"] = random.choice((False, True))
+    elif random.random() < 0.2:
+        options["rank"] = 16
     return options
 
 
@@ -195,20 +223,21 @@ def _run(options: dict[str, Any], batch: int, length: int, last: int, targets: t
     return Training(batch, length, **rest)
 
 
-def missing(last: int) -> Iterator[tuple[int, Draw]]:
-    """Yield the draws below `last` that the file lacks."""
+def missing(first: int, last: int) -> Iterator[tuple[int, Draw]]:
+    """Yield the draws from `first` to below `last` that the file lacks."""
     known = {row.number for row in rows()} if FILE.exists() else set()
-    for number in range(last):
+    for number in range(first, last):
         if number not in known and (draw := drawn(number)):
             yield number, draw
 
 
 @click.command(help="Simulate draws, and add the least room in which each of them runs to room_draws.csv.")
+@click.option("--first", type=int, default=0, show_default=True, help="Add missing draws from this number on.")
 @click.option("--last", type=int, default=2000, show_default=True, help="Add missing draws with smaller numbers.")
-def main(last: int) -> None:
+def main(first: int, last: int) -> None:
     if not FILE.exists():
         FILE.write_text(",".join(f'"{name}"' if "," in name else name for name in HEADER) + "\n", encoding="utf-8")
-    for number, draw in missing(last):
+    for number, draw in missing(first, last):
         try:
             row = measured(number, draw)
         except (lab.NotAvailable, lab.SpecError) as error:

@@ -7,6 +7,7 @@ simulated steps of the same kind needed.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from typing import NamedTuple
 
@@ -20,39 +21,45 @@ from .memory.moments import Moment
 
 class Kind(NamedTuple):
     """Steps that need about equally much room. `holes`: the least room in which a step runs, over the sum of its
-    tensors at the peak, is at most this in 95 % of `runs` simulated steps."""
+    tensors at the peak, is at most this in 95 % of simulated steps."""
 
     what: str
     holes: float
-    runs: int
 
 
-# From 864 draws (benchmarks/room_draws.csv, 2026-11-29): presets on one GPU, each step simulated once, and its requests
-# then sent to allocators with less and less room. Half of the draws need no more than 1.043 times their estimate.
-# Percentiles of one half of a kind's draws cover 93 to 97 % of the other half (benchmarks/results/room.md).
-UPDATE = Kind("the peak is in the update", 1.073, 120)
-SMALL_LOGITS = Kind("small logits", 1.083, 243)
-KEPT = Kind("no checkpointing", 1.131, 102)
-KEPT_ADAPTERS = Kind("no checkpointing, LoRA", 1.099, 61)
-SELECTIVE = Kind("selective checkpointing", 1.161, 86)
-RECOMPUTED = Kind("full checkpointing", 1.265, 102)
-RECOMPUTED_ADAPTERS = Kind("full checkpointing, LoRA", 1.244, 104)
-KINDS = (UPDATE, SMALL_LOGITS, KEPT, KEPT_ADAPTERS, SELECTIVE, RECOMPUTED, RECOMPUTED_ADAPTERS)
-# Logits are small if their fp32 copy is less than this share of the peak. Limit and kinds were chosen with the draws
-# and the published steps in view.
+# From NNN draws (benchmarks/room_draws.csv, 2026-11-29), each simulated once; its requests were then sent to allocators
+# with less and less room. benchmarks/results/room.md shows the percentiles, and how well each half predicts the other.
+#
+# The allocator returns a segment only if no block in it is in use. The largest blocks of a step are usually the logits.
+# When they are freed, their segments serve smaller requests, and one block that stays keeps a segment, so the next
+# step's logits need a new one. Two facts show that these holes are the cause. Three draws with checkpointing need 1.23
+# to 1.28 times what they allocate, but in their first step only 1.02 times. And 95 % of the draws need at most 1.04
+# times what they allocate if segments are expandable.
+#
+# Holes are small if logits are small, or are freed before the peak, as they are if it is in the optimizer's update. Any
+# limit between 1 and 5 % of the peak gives about the same percentiles.
 SMALL = 0.02
-# For everything else: several GPUs, other stacks, compiled steps and families without formulas were not drawn. Of 46
-# generations 95 % need at most 1.285, but part of that is the error of their formula. The bound is from 26 steps that
-# were chosen by hand and need 1.006 to 1.224.
-HOLES = 1.25
+NO_LOGITS = Kind("small logits or none at the peak", 1.083)
+# Without checkpointing, activations stay, and fill the segments of the last step's logits. With it, a block's
+# activations are freed at once, except for its checkpoint, which keeps the segment. Selective checkpointing frees less.
+KEPT = Kind("no checkpointing", 1.125)
+SELECTIVE = Kind("selective checkpointing", 1.161)
+RECOMPUTED = Kind("full checkpointing", 1.254)
+# Each token of generation concatenates the cache and a new key and value, so two sizes of the cache alternate. Part of
+# this factor is the error of the formula, at most 1.09 in all draws but one.
+GENERATION = Kind("generation", 1.285)
+DRAWN = (NO_LOGITS, KEPT, SELECTIVE, RECOMPUTED, GENERATION)
+# Runs that were not drawn: other stacks, pipeline, context and expert parallelism, compiled steps, families without
+# formulas, and less common options. 98 % of all draws need no more than this.
+OTHER = Kind("other runs", 1.25)
 # Of Megatron-LM's steps, whose weights and gradients lie in buffers that are made once, and whose micro-batches all ask
 # for the same blocks: in public logs of dense models, megatron-core with Transformer Engine, 1.007 to 1.130 times the
 # peak was reserved, the median 1.03, where nothing was short (benchmarks/room.py). Its older layers, and attention with
 # scores in memory, are not among them.
-MEGATRON_HOLES = 1.15
-# Where segments expand there are next to none: the training steps of benchmarks/room.py need 1.000 to 1.032 times what
-# they allocate. Of 22 peaks that Megatron-LM's tests print the formula misses at most 2.6 % (megatron_golden.py).
-MEGATRON_EXPANDABLE_HOLES = 1.06
+MEGATRON = Kind("Megatron-LM", 1.15)
+# Where segments expand there are next to none (benchmarks/results/room.md). Of 22 peaks that Megatron-LM's tests print
+# the formula misses at most 2.6 % (megatron_golden.py).
+MEGATRON_EXPANDABLE = Kind("Megatron-LM with expandable segments", 1.06)
 # Of a family that is counted as a plain transformer of the same sizes: the peak of 249 families, simulated with a batch
 # of 2 × 128 tokens and two layers where their config allows it, is within 2 % of the formula's for half of them and
 # within this factor for 9 in 10 (2026-11-29, transformers 5.23).
@@ -67,36 +74,34 @@ class Verdict(NamedTuple):
     most: int
 
 
-def holes(spec: ModelSpec, run: Run, peak: Moment) -> float:
-    """Return how much room a run needs over its tensors at `peak`: that of its kind, Megatron-LM's, or `HOLES`."""
+# The fields of Training that benchmarks/room_draws.py varies, and their values that it leaves out.
+VARIED = {"micro_batch", "seq_len", "precision", "optimizer", "checkpointing", "attention", "accumulation", "lora",
+          "quantization", "kernels", "dp", "zero", "tp", "sequence_parallel"}  # fmt: skip
+LEFT_OUT = {"muon", "gptq", "liger"}
+
+
+def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
+    """Return the kind of a run with its tensors at `peak`."""
     stack = stack_of(run)
     if isinstance(stack, Megatron) and stack.transformer_engine and run.attention != "eager":
-        return MEGATRON_EXPANDABLE_HOLES if stack.expandable_segments else MEGATRON_HOLES
-    found = kind(spec, run, peak)
-    return found.holes if found else HOLES
+        return MEGATRON_EXPANDABLE if stack.expandable_segments else MEGATRON
+    if not spec.has_formulas or not _was_drawn(run):
+        return OTHER
+    if not isinstance(run, Training):
+        return GENERATION
+    logits = 4 * run.micro_batch * run.seq_len * spec.vocab // run.tp  # bytes in fp32, as the loss computes
+    if peak.phase == "optimizer" or logits < SMALL * peak.total:
+        return NO_LOGITS
+    return {None: KEPT, "selective": SELECTIVE, "full": RECOMPUTED}[run.checkpointing]
 
 
-def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind | None:
-    """Return the kind of a step with its tensors at `peak`; None for runs that no kind describes."""
-    if not isinstance(run, Training) or not _was_drawn(spec, run):
-        return None
-    if peak.phase == "optimizer":
-        return UPDATE
-    logits = 4 * run.micro_batch * run.seq_len * spec.vocab  # bytes in fp32, as the loss computes
-    if logits < SMALL * peak.total:
-        return SMALL_LOGITS
-    if run.checkpointing == "selective":
-        return SELECTIVE
-    if run.checkpointing == "full":
-        return RECOMPUTED_ADAPTERS if run.lora else RECOMPUTED
-    return KEPT_ADAPTERS if run.lora else KEPT
-
-
-def _was_drawn(spec: ModelSpec, run: Training) -> bool:
-    """Whether benchmarks/room_draws.py draws runs like this one."""
-    elsewhere = stack_of(run) or run.world_size > 1 or run.compile or run.offload
-    other = run.optimizer == "muon" or run.quantization == "gptq" or run.kernels == "liger"
-    return spec.has_formulas and not elsewhere and not other
+def _was_drawn(run: Run) -> bool:
+    """Whether benchmarks/room_draws.py draws runs like this one. lab.simulate has no ZeRO of quantized weights."""
+    if not isinstance(run, Training):
+        return run.tp == 1
+    plain = all(getattr(run, each.name) == each.default for each in fields(run) if each.name not in VARIED)
+    left_out = LEFT_OUT & {run.optimizer, run.quantization, run.kernels}
+    return plain and not left_out and not (run.zero and run.quantization)
 
 
 def plainness(spec: ModelSpec) -> float:
@@ -104,7 +109,7 @@ def plainness(spec: ModelSpec) -> float:
     return 1.0 if spec.has_formulas else PLAIN_MEMORY
 
 
-def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = HOLES, off: float = 1.0) -> Verdict:
+def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = OTHER.holes, off: float = 1.0) -> Verdict:
     """Return whether tensors of `peak` bytes fit `card` in a process of `ranks`: between both limits it is unknown. The
     peak may be `off` by that factor.
 
