@@ -27,8 +27,9 @@ class Kind(NamedTuple):
     holes: float
 
 
-# From NNN draws (benchmarks/room_draws.csv, 2026-11-29), each simulated once; its requests were then sent to allocators
-# with less and less room. benchmarks/results/room.md shows the percentiles, and how well each half predicts the other.
+# From 994 draws (benchmarks/room_draws.csv, 2026-11-29), 130 of them on several GPUs. Each was simulated once, and its
+# requests were then sent to allocators with less and less room. benchmarks/results/room.md shows the percentiles, and
+# how well each half predicts the other.
 #
 # The allocator returns a segment only if no block in it is in use. The largest blocks of a step are usually the logits.
 # When they are freed, their segments serve smaller requests, and one block that stays keeps a segment, so the next
@@ -39,11 +40,11 @@ class Kind(NamedTuple):
 # Holes are small if logits are small, or are freed before the peak, as they are if it is in the optimizer's update. Any
 # limit between 1 and 5 % of the peak gives about the same percentiles.
 SMALL = 0.02
-NO_LOGITS = Kind("small logits or none at the peak", 1.083)
+NO_LOGITS = Kind("small logits or none at the peak", 1.082)
 # Without checkpointing, activations stay, and fill the segments of the last step's logits. With it, a block's
 # activations are freed at once, except for its checkpoint, which keeps the segment. Selective checkpointing frees less.
 KEPT = Kind("no checkpointing", 1.125)
-SELECTIVE = Kind("selective checkpointing", 1.161)
+SELECTIVE = Kind("selective checkpointing", 1.186)
 RECOMPUTED = Kind("full checkpointing", 1.254)
 # Each token of generation concatenates the cache and a new key and value, so two sizes of the cache alternate. Part of
 # this factor is the error of the formula, at most 1.09 in all draws but one.
