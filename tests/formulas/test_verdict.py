@@ -125,6 +125,7 @@ def test_a_step_is_of_one_kind():
     assert kind(gpt2, selective, at("backward", 10)) == kinds.SELECTIVE
     assert kind(gpt2, full, at("backward", 10)) == kinds.RECOMPUTED
     assert kind(gpt2, lab.Inference(), at("decode", 10)) == kinds.GENERATION
+    assert kind(gpt2, lab.Inference(weights="nf4", tp=2), at("decode", 10)) == kinds.GENERATION
 
 
 def test_each_tensor_parallel_rank_has_its_part_of_the_logits():
@@ -138,7 +139,7 @@ def test_runs_that_were_not_drawn_keep_the_margin_of_all():
     qlora = lab.Training(precision="bf16", lora=QV, quantization="nf4")
     others = [lab.Training(compile=True), lab.Training(optimizer="muon"), lab.Training(pp=2), lab.Training(cp=2),
               lab.Training(precision="bf16", kernels="liger"), lab.Training(precision="bf16", stack="torchtune"),
-              lab.Training(tp=2, loss_parallel=False), replace(qlora, dp=8, zero=3), lab.Inference(tp=2)]  # fmt: skip
+              lab.Training(tp=2, loss_parallel=False), replace(qlora, dp=8, zero=3)]  # fmt: skip
     for run in others:
         assert kind(llama1b, run, peak) == OTHER
     assert kind(llama1b, qlora, peak) == kind(llama1b, replace(qlora, dp=8), peak) == kinds.NO_LOGITS
