@@ -47,8 +47,8 @@ KEPT = Kind("no checkpointing", 1.125)
 SELECTIVE = Kind("selective checkpointing", 1.186)
 RECOMPUTED = Kind("full checkpointing", 1.254)
 # Each token of generation concatenates the cache and a new key and value, so two sizes of the cache alternate. Part of
-# this factor is the error of the formula, at most 1.09 in all of the 46 draws but one. Generation with quantized weights
-# or on several GPUs was not drawn, and has the same factor.
+# this factor is the error of the formula, at most 1.09 in 45 of the 46 draws. Generation with quantized weights or
+# several GPUs was not drawn, and has the same factor.
 GENERATION = Kind("generation", 1.285)
 DRAWN = (NO_LOGITS, KEPT, SELECTIVE, RECOMPUTED, GENERATION)
 # Runs that were not drawn: other stacks, pipeline, context and expert parallelism, compiled steps, families without
