@@ -32,7 +32,7 @@ def test_percentiles_of_one_half_cover_the_other(found):
 
 def test_steps_on_several_gpus_need_no_more_than_those_of_their_kind(found):
     several = [each.least <= sort.holes for sort in DRAWN for each in found[sort] if each.number >= room_draws.SEVERAL]
-    assert sum(several) >= 0.95 * len(several)
+    assert len(several) >= 100 and sum(several) >= 0.9 * len(several)
 
 
 def test_a_step_needs_no_less_room_than_it_allocates_and_no_more_than_it_reserves():
