@@ -127,6 +127,10 @@ class Allocator:
         """Start the peaks at the current values: torch.cuda.reset_peak_memory_stats."""
         self.statistics.reset_peak()
 
+    def small_blocks(self, stream: int = 0) -> tuple[tuple[int, int], ...]:
+        """Return size and address of the free blocks for small requests."""
+        return tuple((size, address) for size, address, _, _ in self._pools[stream][1].blocks)
+
     def segments(self) -> list[dict]:
         """Return torch.cuda.memory._snapshot()["segments"] (snapshot), without stack frames."""
         free = [entry[2] for pools in self._pools.values() for pool in pools for entry in pool.blocks]

@@ -7,7 +7,7 @@ read and write once: each argument and each output, a repeated (expanded) dimens
 
 from __future__ import annotations
 
-from math import isclose, prod
+from math import isclose, nan, prod
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..values.collectives import COLLECTIVES
 from ..workspaces.bitsandbytes import multiplies_packed
 from ..workspaces.none import is_view
 from ..workspaces.registry import Operator
-from .roofline import Kernel, Timing, fused_attention, kernel_seconds, timing
+from .roofline import Kernel, Stretch, Timing, fused_attention, host_seconds, kernel_seconds, timing
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
 
 class Operators(list):
     """A list of `Kernel` of a step on `gpu`, which an engine fills: `engine.watch = operators`. Who runs the step sets
-    `phase`."""
+    `phase`. Of a generation, a decode step that was replayed is one `Stretch`."""
 
     phase = ""
 
@@ -95,6 +95,14 @@ class Operators(list):
         for a dtype."""
         found = self._timing(self)
         return found.step if found else None
+
+    def costs(self, kernel: Kernel) -> tuple[float, float]:
+        """Return the seconds that a kernel takes on the card, and on the host; NaN where they are not known."""
+        if self._kernels is None:
+            return nan, nan
+        rates = self._kernels.operators
+        seconds = kernel_seconds(kernel, rates, self._grids)
+        return nan if seconds is None else seconds, host_seconds(kernel, rates)
 
     @property
     def untimed(self) -> str | None:
@@ -122,7 +130,7 @@ class Operators(list):
         fused = next((fused_attention(kernel) for kernel in before if kernel.kind == "attention"), "eager")
         return Traced(passes, whole.step - passed.step, fused)
 
-    def _timing(self, operators: list[Kernel]) -> Timing | None:
+    def _timing(self, operators: list[Kernel | Stretch]) -> Timing | None:
         return timing(operators, self._kernels.operators, self._grids) if self._kernels else None
 
     @property
