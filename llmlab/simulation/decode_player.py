@@ -56,15 +56,15 @@ class Plan:
         self.freed = {change.slot: at for at, change in enumerate(changes) if change.frees}
         self._large = [each.is_large(steps) and (each.is_large(steps - 1) or not each.lasts) for each in changes]
         self.shown = [at for at, each in enumerate(changes) if each.lasts or self._large[at]]
-        self._is_shown = frozenset(self.shown)
-        self.growing = [at for at, each in enumerate(changes) if each.growth and at not in self._is_shown]
+        self.is_shown = frozenset(self.shown)
+        self.growing = [at for at, each in enumerate(changes) if each.growth and at not in self.is_shown]
         self.start, self.end, self.period = self._repeats()
         self.begins = {
             begin: [(at - begin, changes[at].slot) for at in range(begin, self.end) if self._frees_older(at, begin)]
             for begin in range(self.start, self.end, self.period or 1)
         }
         self.skipped = cache(self._skipped)
-        self._added = np.array([0 if at in self._is_shown else self._adds(at, 0) for at in range(len(changes))])
+        self._added = np.array([0 if at in self.is_shown else self._adds(at, 0) for at in range(len(changes))])
 
     def added(self, steps: int) -> np.ndarray:
         """Return the bytes that each small request adds, `steps` after the first step; 0 for the shown ones."""
@@ -79,7 +79,7 @@ class Plan:
     def _frees_older(self, at: int, begin: int) -> bool:
         """Whether a small block is freed at `at` that was allocated before `begin`."""
         change = self.changes[at]
-        return change.frees and at not in self._is_shown and self.made[change.slot] < begin
+        return change.frees and at not in self.is_shown and self.made[change.slot] < begin
 
     def _repeats(self) -> tuple[int, int, int]:
         """Return where the longest stretch of repeated small requests begins and ends, and its period."""
@@ -104,14 +104,18 @@ class Plan:
             return "lasts", at  # of which no two do
         return ("frees", at - self.made[change.slot]) if change.frees else ("makes", change.size, change.growth)
 
-    def _skipped(self, begin: int, end: int, cycle: int) -> tuple[list[int], list[tuple[Any, Any]]]:
-        """Return the positions between `begin` and `end` that are shown, and the small blocks that are allocated at the
-        end, each with the block of the `cycle` before `begin` whose address it has."""
+    def _skipped(self, begin: int, cycle: int) -> tuple[list[int], list[tuple[Any, Any]], int]:
+        """Return the shown requests of all whole cycles from `begin` on, the small blocks that are in use after these,
+        each with the block of the cycle before `begin` whose address it has, and where the cycles end."""
+        end = begin + (self.end - begin) // cycle * cycle
         shown = self.shown[bisect_left(self.shown, begin) : bisect_left(self.shown, end)]
-        left = (at for slot, at in self.made.items() if begin <= at < end <= self.freed.get(slot, -1))
-        slots = [at for at in left if at not in self._is_shown]
-        before = [begin - cycle + (at - begin) % cycle for at in slots]
-        return shown, [(self.changes[a].slot, self.changes[b].slot) for a, b in zip(slots, before, strict=True)]
+        left = [at for slot, at in self.made.items() if begin <= at < end <= self.freed.get(slot, -1)]
+        moved = [
+            (self.changes[at].slot, self.changes[begin - cycle + (at - begin) % cycle].slot)
+            for at in left
+            if at not in self.is_shown
+        ]
+        return shown, moved, end
 
 
 class Played(NamedTuple):
@@ -154,7 +158,8 @@ class Player:
 
     def play(self, steps: int, cached: list[int], can_skip: bool) -> Played:
         """Play the step that is `steps` after the first one. `cached`: where the cache's tensors are before it."""
-        engine, place, began, plan = self.engine, self.engine.place, self.engine.now(), self._plan(steps)
+        engine, place, plan = self.engine, self.engine.place, self._plan(steps)
+        began = engine.now() - 1  # the time of what came last
         events, allocated = len(engine.events), engine.memory.allocated
         addresses: dict[Any, int] = {-1 - number: address for number, address in enumerate(cached)}
         try:
@@ -171,46 +176,46 @@ class Player:
 
     def _request(self, plan: Plan, steps: int, addresses: dict[Any, int], began: int, can_skip: bool) -> None:
         """Make the requests of `plan`, and write the address of each block into `addresses`."""
-        engine, memory, stream = self.engine, self.engine.memory, self.engine.stream
-        changes, shown = plan.changes, frozenset(plan.shown)
+        engine, memory, changes = self.engine, self.engine.memory, plan.changes
         here = None
         if engine.place is not None:
             engine.place = lambda: here
 
-        def make(at: int) -> None:
+        def show(at: int) -> None:
             nonlocal here
             slot, frees, size, growth, here, _ = changes[at]
-            if at in shown:
-                engine.pass_to(began + at)
-                if frees:
-                    engine.free(addresses[slot])
-                else:
-                    addresses[slot] = engine.malloc(size + growth * steps)
-            elif frees:
-                memory.free(addresses[slot])
+            engine.pass_to(began + at)
+            if frees:
+                engine.free(addresses[slot])
             else:
-                addresses[slot] = memory.malloc(size + growth * steps, stream)
+                addresses[slot] = engine.malloc(size + growth * steps)
 
-        if not isinstance(memory, Allocator):  # small requests change nothing there
+        if not isinstance(memory, Allocator):  # where a small request changes nothing for others
             for at in plan.shown:
-                make(at)
+                show(at)
             return
-        at, begins = 0, plan.begins if can_skip and plan.period else {}
-        seen: dict[Any, int] = {}  # by the state of the small pool: where it was so
+        stream, is_shown, at = engine.stream, plan.is_shown, 0
+        begins = plan.begins if can_skip else {}
+        seen: dict[Any, int] = {}  # by the state of the small pool: where it was in this state
         while at < len(changes):
             if at in begins:
                 state = memory.small_blocks(stream), tuple((far, addresses.get(slot)) for far, slot in begins[at])
                 cycle = at - seen.setdefault(state, at)
                 if cycle:
-                    end = at + (plan.end - at) // cycle * cycle
-                    positions, moved = plan.skipped(at, end, cycle)
+                    positions, moved, end = plan.skipped(at, cycle)
                     for each in positions:
-                        make(each)
+                        show(each)
                     for slot, like in moved:
                         addresses[slot] = addresses[like]
                     at, begins = end, {}
                     continue
-            make(at)
+            slot, frees, size, growth, _, _ = changes[at]
+            if at in is_shown:
+                show(at)
+            elif frees:
+                memory.free(addresses[slot])
+            else:
+                addresses[slot] = memory.malloc(size + growth * steps, stream)
             at += 1
 
     def _plan(self, steps: int) -> Plan:

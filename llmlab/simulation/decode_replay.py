@@ -50,7 +50,7 @@ def steps_that_run(run: Inference, window: int | None) -> set[int]:
     new_tokens = run.new_tokens
     if new_tokens <= FEW:
         return set(range(new_tokens))
-    apart = max(APART, new_tokens // 8 | 1)
+    apart = max(APART, new_tokens // 4 | 1)
     full = (window or 0) - run.prompt_len  # the step in which the window is full
     return {*range(FIRST), *range(FIRST, new_tokens, apart), *range(full - 2, full + FIRST), new_tokens - 1}
 

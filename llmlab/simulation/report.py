@@ -187,7 +187,8 @@ def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
 
 def _take(
     spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], in_full: int | None,
-    allocator: Callable[[int], Allocator], on_phase: Callable[[str | None], None] | None, load_order: LoadOrder, stage: int,
+    allocator: Callable[[int], Allocator], on_phase: Callable[[str | None], None] | None, load_order: LoadOrder,
+    stage: int,
 ) -> StepRecording:  # fmt: skip
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not;
     from number `in_full` on, these make each request."""
@@ -216,6 +217,9 @@ def _take(
         with recording.watched(), nullcontext() if host else engine:
             try:
                 _steps(spec, run, recording, runs, in_full, ranks, load_order, stage)
+            except (Mispredicted, Released):
+                engine.stop()  # in the midst of a step, tensors are not where the engine knows them to be
+                raise
             except torch.OutOfMemoryError:
                 assert engine.refused is not None
                 recording.failed = engine.refused, engine.asked

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 
 import llmlab as lab
+from llmlab.base.units import MiB
+from llmlab.simulation.decode_player import Plan
+from llmlab.simulation.decode_replay import Released
 
 report = import_module("llmlab.simulation.report")
 
@@ -19,14 +23,43 @@ WINDOW = {**LLAMA, "model_type": "mistral", "sliding_window": 32}
 NEW = 40
 
 
+DEEP = {**LLAMA, "num_hidden_layers": 6}
+
+
 def taken(model: dict[str, Any], run: lab.Inference, card: str | None) -> tuple[Any, ...]:
-    """What a recording says: allocations and frees with addresses, where each comes from, operators, report."""
-    recording = report.recorded(model, run, card)
+    """Return what is the same however many steps run: the allocator's blocks before each step, and the report but for
+    its time; then the time, and the events with the places that they come from."""
+    segments, allocators = [], []
+
+    class Seen(report.Allocator):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            allocators.append(self)
+            segments.clear()
+
+    def look(phase: str | None) -> None:
+        segments.extend(each.segments() for each in allocators[-1:])
+
+    recording = report.recorded(model, run, card, Seen, look)
     end = recording.marks[-1].time  # after it the model dies, in an order of Python's own
-    events = [event for event in recording.engine.events if event.time < end]
-    places = [recording.engine.places.get(event.time) for event in events]
+    events = {event: recording.engine.places.get(event.time) for event in recording.engine.events if event.time < end}
     spec, gpu = report.find_model(model), report.find_gpu(card) if card else None
-    return events, places, list(recording.operators), report._reported(spec, run, gpu, recording)
+    found = report._reported(spec, run, gpu, recording)
+    timed = {name: getattr(found, name) for name in ("step_seconds", "step_seconds_low", "tokens_per_second", "mfu")}
+    untimed = replace(found, timeline=(), step_seconds_high=None, **dict.fromkeys(timed))
+    return (segments, untimed), timed, events
+
+
+def agree(played: tuple[Any, ...], ran: tuple[Any, ...]) -> None:
+    """Assert that both are the same, and that the first has events of the second, in their moments.
+
+    Only the step with the highest peak has them all; those that are shown in hindsight are at addresses below 0."""
+    (same, timed, events), (expected, expected_time, all_events) = played, ran
+    assert same == expected
+    assert timed == {name: value and pytest.approx(value, 1e-9) for name, value in expected_time.items()}
+    places = {(event.time, event.size): place for event, place in all_events.items()}
+    assert all(place == places[event.time, event.size] for event, place in events.items())
+    assert {event for event in events if event.address > 0} <= all_events.keys()
 
 
 def calls_that_ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -57,8 +90,31 @@ def test_playing_steps_back_is_running_them(model, weights, prompt, card, monkey
     assert len(ran) < NEW / 2
     monkeypatch.setattr(report, "steps_that_run", lambda run, window: set(range(run.new_tokens)))
     ran.clear()
-    assert taken(model, run, card) == played
+    agree(played, taken(model, run, card))
     assert ran == list(range(NEW))
+
+
+@pytest.mark.parametrize(
+    ("batch", "prompt", "memory", "again"),
+    [(200, 90, None, False), (100, 70, None, False), (1500, 90, 16 * MiB, True)],
+    ids=["large caches", "caches that become large", "little memory"],
+)
+def test_layers_whose_small_requests_repeat_are_skipped(batch, prompt, memory, again, monkeypatch):
+    """The blocks of the allocator are the same before each step. Where cached segments are given back in a step of
+    which requests were skipped, the generation is simulated anew."""
+    card = report.find_gpu("A100-80GB")
+    run = lab.Inference(batch, prompt, NEW, "bf16", kv="bf16")
+    if memory:
+        roomy = report.recorded(DEEP, run, card)
+        card = replace(card, memory=card.memory - card.room() + roomy.peak_reserved - memory)
+    skipped, released = [], []
+    real, init = Plan._skipped, Released.__init__
+    monkeypatch.setattr(Plan, "_skipped", lambda *given: skipped.append(given) or real(*given))
+    monkeypatch.setattr(Released, "__init__", lambda self, at: released.append(at) or init(self, at))
+    played = taken(DEEP, run, card)
+    assert skipped and bool(released) == again
+    monkeypatch.setattr(report, "steps_that_run", lambda run, window: set(range(run.new_tokens)))
+    agree(played, taken(DEEP, run, card))
 
 
 def test_a_step_that_was_not_foretold_makes_those_before_it_run(monkeypatch):
@@ -68,7 +124,7 @@ def test_a_step_that_was_not_foretold_makes_those_before_it_run(monkeypatch):
     real = report.steps_that_run
     monkeypatch.setattr(report, "steps_that_run", lambda run, window: real(run, None))
     ran = calls_that_ran(monkeypatch)
-    assert taken(WINDOW, run, "A100-80GB") == expected
+    agree(taken(WINDOW, run, "A100-80GB"), expected)
     assert len(ran) > NEW  # it began again
 
 
@@ -76,7 +132,7 @@ def test_running_out_of_memory_far_on_is_the_same_outcome(monkeypatch):
     """A cache that grows by 352 MiB per token, on 15 GiB."""
     wide = {**GPT, "n_embd": 512, "n_head": 8, "vocab_size": 64}
     run = lab.Inference(90_000, 4, NEW, "fp16", kv="fp16")
-    played = lab.simulate(wide, run, "T4")
+    played = replace(lab.simulate(wide, run, "T4"), timeline=())
     assert played.outcome == "out of memory" and played.where.startswith("decode")
     monkeypatch.setattr(report, "steps_that_run", lambda run, window: set(range(run.new_tokens)))
-    assert lab.simulate(wide, run, "T4") == played
+    assert replace(lab.simulate(wide, run, "T4"), timeline=()) == played

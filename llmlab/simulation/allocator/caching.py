@@ -18,6 +18,7 @@ from .config import MIN_BLOCK, ROUND_LARGE, SMALL_SEGMENT, SMALL_SIZE, Allocator
 from .driver import UNLIMITED, Driver
 from .memory import AllocatorOutOfMemory
 from .segments import can_grow_to, collect_garbage, grow, release_available, release_blocks
+from .statistics import change_all
 
 
 class Allocator:
@@ -228,14 +229,11 @@ class Allocator:
 
     def _count_allocation(self, pool: Pool, sign: int, size: int, requested: int) -> None:
         for stats in pool.stats:
-            stats.allocation.change(sign)
-            stats.allocated_bytes.change(sign * size)
-            stats.requested_bytes.change(sign * requested)
+            change_all(stats.allocations, (sign, sign * size, sign * requested))
         if size >= self._max_split:
             self.statistics.oversize_allocations.change(sign)
 
     def _count_inactive(self, pool: Pool, count: int, size: int) -> None:
         if not self._expandable:  # whose free pages can always go back
             for stats in pool.stats:
-                stats.inactive_split.change(count)
-                stats.inactive_split_bytes.change(size)
+                change_all(stats.inactive_splits, (count, size))
