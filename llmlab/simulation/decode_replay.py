@@ -66,7 +66,7 @@ class Decoder:
         self, model: nn.Module, engine: Engine, operators: Operators, runs: set[int], in_full: int | None = None
     ) -> None:
         self.model, self.engine, self.operators, self.runs, self.in_full = model, engine, operators, runs, in_full
-        self.calls = self.last_run = 0
+        self.calls, self.last_run = 0, -1
         self.before: DecodeStep | None = None  # the last step that ran
         self.line: tuple[int, DecodeStep, DecodeStep] | None = None  # the number of a step, that step, and the next one
         self.player: Player | None = None  # of the steps on this line

@@ -59,7 +59,8 @@ def agree(played: tuple[Any, ...], ran: tuple[Any, ...]) -> None:
     assert timed == {name: value and pytest.approx(value, 1e-9) for name, value in expected_time.items()}
     places = {(event.time, event.size): place for event, place in all_events.items()}
     assert all(place == places[event.time, event.size] for event, place in events.items())
-    assert {event for event in events if event.address > 0} <= all_events.keys()
+    if same[0]:  # a CPU's allocator never gives an address twice
+        assert {event for event in events if event.address > 0} <= all_events.keys()
 
 
 def calls_that_ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -96,7 +97,7 @@ def test_playing_steps_back_is_running_them(model, weights, prompt, card, monkey
 
 @pytest.mark.parametrize(
     ("batch", "prompt", "memory", "again"),
-    [(200, 90, None, False), (100, 70, None, False), (1500, 90, 16 * MiB, True)],
+    [(200, 90, None, False), (200, 70, None, False), (8000, 16, 100 * MiB, True)],
     ids=["large caches", "caches that become large", "little memory"],
 )
 def test_layers_whose_small_requests_repeat_are_skipped(batch, prompt, memory, again, monkeypatch):
@@ -120,8 +121,9 @@ def test_layers_whose_small_requests_repeat_are_skipped(batch, prompt, memory, a
 def test_a_step_that_was_not_foretold_makes_those_before_it_run(monkeypatch):
     """The window is not told of: the first step that runs after it is full differs from what was foretold."""
     run = lab.Inference(1, 10, NEW, "bf16", kv="bf16")
-    expected = taken(WINDOW, run, "A100-80GB")
     real = report.steps_that_run
+    monkeypatch.setattr(report, "steps_that_run", lambda run, window: set(range(run.new_tokens)))
+    expected = taken(WINDOW, run, "A100-80GB")
     monkeypatch.setattr(report, "steps_that_run", lambda run, window: real(run, None))
     ran = calls_that_ran(monkeypatch)
     agree(taken(WINDOW, run, "A100-80GB"), expected)
