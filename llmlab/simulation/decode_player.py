@@ -140,7 +140,7 @@ class Played(NamedTuple):
 
 
 class Player:
-    """Plays the steps on a line, which begins with `one` and the `other` step."""
+    """Plays the steps on a line, whose first two steps are `one` and `other`."""
 
     def __init__(self, engine: Engine, operators: Operators, one: DecodeStep, other: DecodeStep) -> None:
         self.engine, self.operators, self.one, self.other = engine, operators, one, other
@@ -269,7 +269,7 @@ class Player:
 
 
 class Row:
-    """The kernels of a step on a line, which begins with the kernels `one` and `other`."""
+    """The kernels of the steps on a line: of the first one and, beside these, of the second."""
 
     def __init__(self, operators: Operators, one: Sequence[Kernel], other: Sequence[Kernel]) -> None:
         self.operators = operators

@@ -2,9 +2,10 @@
 
 Decode steps differ in nothing but the length of the cache. The requests of two steps in a row to the allocator are
 recorded in their order; each size is then a + b · i, with i the number of the step, and the scratch of a kernel is what
-its workspace function yields for the shapes of step i. The allocator sees each request of each step. Every so often a
-step runs after all, and its requests must be the predicted ones; where they are not (a sliding window is full, say),
-`Mispredicted` tells between which two steps all are to run.
+its workspace function yields for the shapes of step i. Before and after each step the allocator is exactly as if the
+step had run, although small requests of repeated layers are skipped (decode_player.py). Every so often a step runs
+after all, and its requests must be the predicted ones. Where they are not, because a sliding window is full for
+example, `Mispredicted` tells between which two steps all are to run.
 
 What lives from one step to the next is the cache and the logits. During the replay the cache's tensors keep the shape
 of the last step that ran, and only their addresses are right; before a step runs they get their shape.
@@ -32,7 +33,8 @@ APART = 33  # steps, from one that runs to the next; odd, so that these are of e
 
 
 class Released(Exception):
-    """Step `at`, some of whose requests were skipped, gave cached segments back: from it on none can be skipped."""
+    """Step `at` skipped requests and gave cached segments back, which depends on all requests before: from this step on
+    none may be skipped."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -58,8 +60,8 @@ def steps_that_run(run: Inference, window: int | None) -> set[int]:
 class Decoder:
     """Stands in the place of a model in `step.generate`: a call runs the model, or replays a decode step.
 
-    `runs` are the numbers of the calls that run; others run too where nothing can be predicted. `in_full`: the number
-    of the first step whose requests are all replayed one by one.
+    `runs` are the numbers of the calls that run; others run too where nothing can be predicted. From step `in_full` on,
+    no request is skipped.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class Decoder:
         except (RuntimeError, MemoryError) as error:  # no room; or a cache that is not as the code made it
             if self.last_run == number - 1 and number in self.runs:
                 raise
-            full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            raise Mispredicted(number - 1 if full else self.last_run, number) from error
+            no_room = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            raise Mispredicted(number - 1 if no_room else self.last_run, number) from error
         if not replayed:
             one = self.before
             self.line = (number - 1, one, step) if one and step and alike(one, step) else None
