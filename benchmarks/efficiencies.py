@@ -4,7 +4,7 @@
     python benchmarks/efficiencies.py --write    # and writes the table
 
 Each record is a time. The simulator says which kernels ran in it; the rates are those with which the sums of the
-kernels' times (`llmlab.simulation.profile.roofline`) fit the records best: least squares of logarithms, where large
+kernels' times (`llmlab.formulas.time.operators`) fit the records best: least squares of logarithms, where large
 errors count linearly, because single runs were disturbed. The H100's rates, and attention's, are those of kernels that
 NVIDIA measured.
 """
@@ -32,11 +32,12 @@ from llmlab.archive import OperatorRecord, figure, held_out, operator_records, r
 from llmlab.archive.published_steps import gpt
 from llmlab.formulas.time.efficiency import Efficiency
 from llmlab.formulas.time.kernels import kernels, training_rates
+from llmlab.formulas.time.operators import host_seconds, kernel_seconds
 from llmlab.hardware.gpu import gpu
 from llmlab.simulation.profile.operator_log import Operators
-from llmlab.simulation.profile.roofline import Kernel, host_seconds, kernel_seconds
 from llmlab.simulation.report import recorded
 from llmlab.specs.model import model
+from llmlab.traces.kernels import Kernel
 
 TABLE = Path(lab.__file__).parent / "hardware" / "efficiencies.toml"
 MiB = 2**20

@@ -77,7 +77,7 @@ RUNS = (
 def cases(count: int) -> list[tuple[ModelSpec, Training | Inference, GPU]]:
     """Return `count` mixes of preset, run and card, without those that `check` refuses: of more so many at equal
     distances, of fewer all in a cycle."""
-    specs = [model(name) for name in models()]
+    specs = [spec for spec in map(model, models()) if spec.has_formulas]
     mixes = []
     for spec, run, card in itertools.product(specs, RUNS, gpus()):
         try:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, overload
 
 from .base.errors import NotAvailable, SpecError, need_packages
@@ -14,7 +12,7 @@ from .hardware.gpu import GPU, assumed_memory
 from .hardware.gpu import gpu as find_gpu
 from .hardware.this_machine import host
 from .report import Comparison, Report
-from .specs.model import ModelLike, ModelSpec
+from .specs.model import ModelLike
 from .specs.model import model as find_model
 from .specs.run import Inference, Run, Training
 from .specs.stacks import StackOptions
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from .planning.out_of_memory import OutOfMemory
     from .planning.result import Plan
     from .traces.explain import Explanation
-    from .traces.trace import Trace
 
 __all__ = ["compare", "estimate", "explain", "fix", "measure", "meter", "plan", "records", "simulate", "write"]
 
@@ -50,39 +47,18 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     comes from `llmlab.formulas.time.distributed` with `cluster` (None: the card's usual nodes; a note says which, and
     the interval reaches to nodes with a quarter of their adapters).
 
-    For a family without written formulas, the memory of a training step on one GPU is derived from the code of
-    transformers (as by `explain`). Where that is not possible, as without torch, the estimate is that of a plain
-    transformer of the same sizes, with a wider margin; a note says which.
+    For a family without written formulas, memory and time of a training step are derived from the code of transformers
+    (as by `explain`). Where that is not possible, as without torch, the estimate is that of a plain transformer of the
+    same sizes, with a wider margin; a note says which.
     Raises SpecError for an impossible run and UnknownName for an unknown model or card.
     """
     from .formulas.report import estimated
+    from .simulation.deriving import trace_of
 
     spec = find_model(model)
     if gpu is not None and not spec.has_formulas:
-        _derive(spec, run, gpu)
+        trace_of(spec, run, gpu)
     return _assuming(estimated(spec, run, gpu, cluster), gpu)
-
-
-def _derive(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
-    """Return the trace of `run`, which is made and kept if there is none yet; None where none can be made."""
-    from .specs.check import check
-    from .traces.store import find, has_trace, keep
-
-    if (isinstance(gpu, str) and gpu.lower() == "cpu") or not has_trace(run):
-        return None
-    card = find_gpu(gpu)
-    run = check(spec, run, card)
-    assert isinstance(run, Training)
-    if (found := find(spec, run, card)) or not all(map(find_spec, ("torch", "transformers"))):
-        return found
-    from .simulation.tracing import derived
-
-    print(f"Deriving the formulas of {spec.name} from the code of transformers; this happens once.", file=sys.stderr)
-    try:
-        keep(spec, run, card, derived(spec, run, card))
-    except NotAvailable:
-        return None
-    return find(spec, run, card)
 
 
 def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
@@ -91,9 +67,10 @@ def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
     It has a term for each kind of tensor that is alive at the peak: the module and the operator that allocate it, how
     many there are, and the bytes of each as a product of sizes.
     The formula is derived from the code of transformers, which takes seconds for a new model and is kept in the user's
-    cache. Raises NotAvailable for a run on several devices or of another stack, and for a step that has no formula
-    because it runs other operators at other sizes.
+    cache. Raises NotAvailable for a run of another stack or of a pipeline, and for a step that has no formula because
+    it runs other operators at other sizes.
     """
+    from .simulation.deriving import trace_of
     from .specs.check import check
     from .traces.explain import explained
     from .traces.store import has_trace
@@ -101,10 +78,10 @@ def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
     spec, card = find_model(model), find_gpu(gpu)
     checked = check(spec, run, card)
     if not has_trace(checked):
-        raise NotAvailable("explain derives the formula of a training step of transformers on one GPU, eager and "
-                           "without offload; leave out the other options, or ask lab.simulate")  # fmt: skip
+        raise NotAvailable("explain derives the formula of an eager training step of transformers, without offload, "
+                           "pp, zero=1 and fp8; leave out these options, or ask lab.simulate")  # fmt: skip
     need_packages("deriving a formula", "torch", "transformers")
-    trace = _derive(spec, checked, card)
+    trace = trace_of(spec, checked, card)
     if trace is None:
         sizes = f"{run.micro_batch} × {run.seq_len} tokens"
         raise NotAvailable(f"a step of {spec.name} at {sizes} has no formula, because it runs different operators at "
@@ -216,8 +193,7 @@ def compare(
     if stacks:
         if measure or isinstance(run, Inference):
             raise SpecError(
-                "stacks= compares predictions of a training step; give a lab.Training and leave out "
-                "measure"
+                "stacks= compares predictions of a training step; give a lab.Training and leave out measure"
             )
         return _across(model, run, gpu or host().gpu or "cpu", cluster, stacks)
     card = (host().gpu or "cpu") if gpu is None else gpu
@@ -305,8 +281,10 @@ def fix(
     """Return what would make `run` of `model` smaller on `gpu`: each change, the bytes it saves and the time it costs.
 
     Given torch's out-of-memory message alone, return its numbers one by one, and whether expandable_segments would
-    have helped. All by closed formulas. Raises SpecError for a text that is no such message, and as `estimate` does.
+    have helped. All by formulas, which are derived first where `estimate` does so: that takes seconds for each change.
+    Raises SpecError for a text that is no such message, and as `estimate` does.
     """
+    from .planning.levers import derived
     from .planning.levers import fix as fixed
     from .planning.out_of_memory import explained
 
@@ -314,7 +292,7 @@ def fix(
         return explained(model)
     if run is None or gpu is None:
         raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error")
-    found = fixed(model, run, gpu, cluster)
+    found = fixed(model, run, gpu, cluster, derived)
     return replace(found, report=_assuming(found.report, gpu))
 
 

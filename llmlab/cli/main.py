@@ -26,6 +26,7 @@ from ..base.version import __version__
 from ..hardware.doctor import doctor as check_machine
 from ..hardware.gpu import DTYPES
 from ..hardware.gpu import gpu as find_gpu
+from ..specs.generic import UNBOUNDED
 from ..specs.hub_cache import download_config
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
@@ -226,7 +227,8 @@ def models(download: tuple[str, ...], as_json: bool) -> int:
     entries = [{key: getattr(spec, key) for key in keys} for spec in map(find_model, download or presets())]
     rows = []
     for name, parameters, layers, hidden, heads, kv_heads, positions in (entry.values() for entry in entries):
-        rows.append((name, show_count(parameters), str(layers), str(hidden), f"{heads}/{kv_heads}", f"{positions:,}"))
+        limit = f"{positions:,}" if positions < UNBOUNDED else "–"
+        rows.append((name, show_count(parameters), str(layers), str(hidden), f"{heads}/{kv_heads}", limit))
     return _list(entries, Table(("name", "parameters", "layers", "hidden", "heads/kv", "positions"), rows), as_json)
 
 

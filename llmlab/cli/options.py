@@ -61,6 +61,8 @@ def _option(name: str, hint: Any, default: Any, words: str) -> click.Option:
     kind = get_args(hint)[0] if optional else hint
     if name == "lora":
         return click.Option([flag, name], type=int, metavar="RANK", help=words)
+    if name == "pixels":
+        return click.Option([flag, name], type=_pixels, default=None, metavar="N|HEIGHTxWIDTH", help=words)
     if kind is bool:
         both = f"{flag}/--no-{flag.removeprefix('--')}" if default else flag
         shown = USUAL.get(name, default)
@@ -86,6 +88,14 @@ def _or_none(kind: type) -> Callable[[str], Any]:
 
     convert.__name__ = {int: "integer", float: "float"}.get(kind, "text")
     return convert
+
+
+def _pixels(text: str) -> int | tuple[int, ...]:
+    sides = tuple(int(side) for side in text.lower().split("x"))
+    return sides[0] if len(sides) == 1 else sides
+
+
+_pixels.__name__ = "size"  # in click's message
 
 
 def run_from(context: click.Context) -> Run:

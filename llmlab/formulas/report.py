@@ -19,14 +19,16 @@ from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..specs.stacks import Megatron, Torchtune
 from ..traces.store import find, has_trace
-from ..traces.trace import Trace
+from ..traces.trace import LOADED, Trace
 from .inference import inference_moments
 from .memory.moments import Moment
 from .memory.share import bytes_of, share_of
 from .memory.step import step_memory
 from .serving import FRACTION, serving
 from .time.flops import flops
-from .time.step import tokens_of, utilisation
+from .time.kernels import kernels
+from .time.operators import durations, logits_of
+from .time.step import Traced, tokens_of, utilisation
 from .time.timing import timing
 from .verdict import Verdict, holes, largest_context, plainness, verdict
 
@@ -59,7 +61,8 @@ def assessed(
     if card:
         fit = verdict(max(peaks), card, run.world_size, holes(run), 1.0 if trace else plainness(spec))
     over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
-    time = timing(spec, run, card, cluster)
+    traced = _durations(spec, run, card, trace) if trace and card and isinstance(run, Training) else None
+    time = timing(spec, run, card, cluster, traced)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
     report = Report(
         source="estimated",
@@ -87,7 +90,7 @@ def assessed(
         mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
-            *(() if spec.has_formulas else (_origin(spec, trace),)),
+            *(() if spec.has_formulas else (_origin(spec, trace, traced),)),
             *_notes(spec, run, card, peaks, fit, time.notes),
         ),
     )
@@ -139,18 +142,31 @@ def _held_in_training(spec: ModelSpec, run: Training, card: GPU | None, cpu: boo
 
 
 def _traced(trace: Trace, run: Training) -> _Held:
-    """Return the moments of a trace, which is always of a run on one GPU."""
+    """Return the moments of a trace, which is never of a pipeline."""
     sizes = run.micro_batch, run.seq_len
     moments = [Moment(each.phase, each.place, trace.parts(each, *sizes)) for each in trace.moments]
-    return _summed([moments], {})
+    held = _summed([moments], {})
+    loaded = [moment.total for moment, place in zip(moments, trace.moments, strict=True) if place.place == LOADED]
+    return held._replace(phases=held.phases | {"load": loaded[0]}) if loaded else held
 
 
-def _origin(spec: ModelSpec, trace: Trace | None) -> Note:
+def _durations(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> Traced | None:
+    """Return what the operators of a trace take on `card`; None where it has none, or their rates are not known."""
+    shallow, deep = trace.kernels.at(run.micro_batch, run.seq_len)
+    both = [durations(operators, logits_of(spec, run), kernels(card)) for operators in (shallow, deep) if operators]
+    if not both or both[0] is None or both[1] is None:
+        return None
+    return both[0].extrapolated(both[1], trace.groups).traced
+
+
+def _origin(spec: ModelSpec, trace: Trace | None, traced: Traced | None) -> Note:
     """Say where an estimate is from whose family has no formulas."""
     plain = f"a plain transformer with the sizes of {spec.name}, with a wider margin"
     if trace:
-        derived = f"The memory is derived from the code of {spec.family} in transformers"
-        return Note("derived-memory", f"{derived}; the time is that of {plain}.")
+        code = f"derived from the code of {spec.family} in transformers"
+        if traced:
+            return Note("derived", f"Memory and time are {code}.")
+        return Note("derived-memory", f"The memory is {code}; the time is that of {plain}.")
     real = "`llmlab simulate` runs the real class"
     return Note("plain-transformer", f"{spec.family} has no formulas here. The estimate is that of {plain}; {real}.")
 

@@ -16,7 +16,8 @@ from ..specs.model import models
 from ..specs.run import Inference, LoRA, Run, Training
 from ..specs.stacks import STACKS, TRANSFORMERS, StackOptions
 
-DERIVED = {"dp", "lora_alpha", "lora_dropout"}  # of the number of GPUs; the adapters' memory does not depend on them
+# The first is the number of GPUs'; the adapters' memory does not depend on theirs; the others are not shown.
+DERIVED = {"dp", "lora_alpha", "lora_dropout", "images", "pixels", "num_labels"}
 CONFIG = "config.json"  # what a pasted config is called in the lines to copy
 HUB = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)")
 

@@ -18,12 +18,13 @@ from typing import Any
 
 from ..base.errors import NotAvailable
 from ..base.notes import Note
-from ..formulas.report import estimated, fullest
+from ..formulas.report import fullest
 from ..hardware.gpu import GPU, gpu
 from ..report import Report
 from ..specs.model import ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Training
+from .levers import derived
 from .result import Candidate
 from .search import Found, Search
 
@@ -173,7 +174,7 @@ def confirm(search: Search, executor: Executor | None) -> Confirmation:
 
 
 def _report(spec: ModelSpec, found: Found) -> Report:
-    return estimated(spec, found.run, found.machines.card, found.machines.cluster)
+    return derived(spec, found.run, found.machines.card, found.machines.cluster)[0]
 
 
 def _decidable(search: Search, simulates: bool) -> Iterator[Found]:

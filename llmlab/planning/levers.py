@@ -1,11 +1,11 @@
 """What would make a run fit: each change of one thing, with the bytes it saves and the time it costs.
 
-All by closed formulas, so that a page in the browser can ask. The changes are the book's techniques.
+All by formulas, so that a page in the browser can ask. The changes are the book's techniques.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,13 @@ from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
 from ..report import Report, summary
+from ..simulation.deriving import trace_of
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from .space import adapters
 
+Estimate = Callable[[ModelSpec, Run, GPU, Cluster | None], tuple[Report, Verdict]]
 DATA_PARALLEL = 8  # GPUs that a lever adds where there is one
 
 
@@ -105,19 +107,29 @@ def cost(lever: Lever, before: Report) -> str:
     return f"{'+' if lever.seconds >= 0 else '−'}{show_seconds(abs(lever.seconds))} ({share:+.0%})".replace("-", "−")
 
 
-def fix(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None) -> Fix:
-    """Return what would make `run` of `model` smaller on `gpu`: see `lab.fix`."""
+def fix(
+    model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None, estimate: Estimate = assessed
+) -> Fix:
+    """Return what would make `run` of `model` smaller on `gpu`: see `lab.fix`. `estimate` makes all the reports."""
     spec, card = find_model(model), find_gpu(gpu)
-    report, fit = assessed(spec, run, card, cluster)
-    tried = [_tried(spec, card, cluster, report, fit, *change) for change in changes(spec, run, card)]
+    report, fit = estimate(spec, run, card, cluster)
+    tried = [_tried(spec, card, cluster, estimate, report, fit, *change) for change in changes(spec, run, card)]
     found = [lever for lever in tried if lever]
     return Fix(report, tuple(sorted(found, key=lambda lever: (lever.price, not lever.same_result, -lever.saves))))
+
+
+def derived(spec: ModelSpec, run: Run, card: GPU, cluster: Cluster | None = None) -> tuple[Report, Verdict]:
+    """Return `assessed`, by formulas that are derived first for a family without written ones."""
+    if not spec.has_formulas:
+        trace_of(spec, run, card)
+    return assessed(spec, run, card, cluster)
 
 
 def _tried(
     spec: ModelSpec,
     card: GPU,
     cluster: Cluster | None,
+    estimate: Estimate,
     before: Report,
     fit: Verdict,
     name: str,
@@ -128,7 +140,7 @@ def _tried(
     """Return the lever that sets `fields`; None for what model or card do not have, and for what saves nothing."""
     try:
         run = replace(before.run, **fields)
-        report, after = assessed(spec, run, card, cluster)
+        report, after = estimate(spec, run, card, cluster)
     except SpecError:
         return None
     saves = fit.least - after.least  # of the fullest stage of a pipeline

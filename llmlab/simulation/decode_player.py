@@ -20,13 +20,14 @@ import numpy as np
 import torch
 
 from ..base.compat import disable_current_modes, tree_unflatten
+from ..formulas.time.operators import OFF_CARD, Stretch
 from ..recording.events import Event
+from ..traces.kernels import Kernel
 from .allocator.caching import Allocator
 from .allocator.config import SMALL_SIZE, round_size
 from .decode_record import Argument, DecodeStep, Living, Request, on_line
 from .engine.engine import Engine
 from .profile.operator_log import Operators
-from .profile.roofline import OFF_CARD, Kernel, Stretch
 from .workspaces.registry import FREE, Operator, Outputs
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..base.compat import tree_flatten
+from ..traces.kernels import Kernel
 from .engine.engine import Engine
-from .profile.roofline import Kernel
 from .workspaces.registry import Operator
 
 

@@ -44,15 +44,24 @@ class Depth:
         """How many groups the model has beyond its least layers."""
         return (self.layers - self.least) // self.period if self.period else 0
 
+    def begun_after(self, groups: int) -> Depth:
+        """Return it with so many groups more among the least layers, if it has one more than that.
+
+        >>> Depth(32, 0, 1, 2, ()).begun_after(2).least, Depth(3, 0, 1, 2, ()).begun_after(2).least
+        (4, 2)
+        """
+        return replace(self, least=self.least + min(groups, max(0, self.groups - 1)) * self.period)
+
     def deeper(self, path: str) -> str:
-        """Return the path that the module at `path` of the least deep model has with one more group before the last.
+        """Return the path that the module at `path` of the least deep model has with one more group in its middle.
 
         >>> Depth(32, 0, 1, 2, ("model.layers",)).deeper("model.layers.1.mlp")
         'model.layers.2.mlp'
         """
+        half = self.first + self.period * ((self.least - self.first) // self.period // 2) if self.period else 0
         for stack in self.stacks if self.period else ():
             found = re.search(rf"(^|\.){re.escape(stack)}\.(\d+)", path)
-            if found and int(found[2]) >= self.first + self.period:
+            if found and int(found[2]) >= half:
                 return f"{path[: found.start(2)]}{int(found[2]) + self.period}{path[found.end(2) :]}"
         return path
 
@@ -66,7 +75,7 @@ def depth_of(spec: ModelSpec) -> Depth:
         return Depth(spec.layers, 0, 0, spec.layers, tuple(stacks))
     columns = list(zip(*stacks.values(), strict=True))
     count = len(columns)
-    for length in range(2, count):  # of the beginning and two groups
+    for length in range(2 + _deepstack(spec), count):  # of the beginning and two groups
         for period in range(1, length // 2 + 1):
             first = length - 2 * period
             least = length + (count - length) % period
@@ -74,6 +83,13 @@ def depth_of(spec: ModelSpec) -> Depth:
             if repeats and least + period <= count and _has(spec, least, columns):
                 return Depth(count, first, period, least, tuple(stacks))
     return Depth(count, 0, 0, count, tuple(stacks))
+
+
+def _deepstack(spec: ModelSpec) -> int:
+    """Return in how many of the first layers the tower's features are added to the text's, as Qwen3-VL does."""
+    vision = spec.config.get("vision_config") or {}
+    known = 3 if spec.family.startswith("qwen3_vl") else 0
+    return len(vision.get("deepstack_visual_indexes", range(known)))
 
 
 def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -115,7 +131,7 @@ def _stacks(spec: ModelSpec) -> dict[str, list[Signature]]:
     return {
         path: [_signature(layer) for layer in module]
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) in counts and "vision" not in path
+        if isinstance(module, nn.ModuleList) and len(module) in counts and "vision" not in path and "visual" not in path
     }
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from ..base.compat import disable_current_modes
 from ..base.errors import NotAvailable, SpecError
 from ..base.notes import Note
 from ..base.terms import Outcome
 from ..base.units import show_bytes
 from ..formulas.report import PAGED_STATES, pages_states
+from ..formulas.time.operators import logits_of
 from ..formulas.time.step import mfu, tokens_of
 from ..formulas.time.timing import timing
 from ..hardware.gpu import GPU
@@ -24,10 +26,12 @@ from ..recording.events import exclusive
 from ..recording.parts import divide, logits_sizes
 from ..report import Report
 from ..specs.check import check
+from ..specs.images import images_of
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
 from ..specs.stacks import Megatron
+from ..step.batch import with_images
 from ..step.model import pinned_attention, quantization_of
 from ..step.optimizer import check_offload
 from ..step.quantized import LoadOrder, one_at_a_time
@@ -47,7 +51,7 @@ from .engine.real_host import RealHost
 from .patching.bitsandbytes import fake_bitsandbytes
 from .patching.imports import swept
 from .patching.install import as_cuda, installed
-from .patching.patches import fake_parameters, held_random_states
+from .patching.patches import fake_parameters, held_random_states, tensors_on_card
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
 from .simulator import EAGER_TOO_LARGE
@@ -206,7 +210,8 @@ def _take(
             engine = simulated_card.engine
         else:
             engine = Engine(HOST, HostMemory())  # this machine's own libraries run on fake tensors
-            for patch in (fake_parameters(), held_random_states(engine), fake_bitsandbytes(on_card=False)):
+            for patch in (fake_parameters(), tensors_on_card(), held_random_states(engine),
+                          fake_bitsandbytes(on_card=False)):  # fmt: skip
                 stack.enter_context(patch)
         recording = StepRecording(engine, card, on_phase)
         ranks = None
@@ -246,6 +251,9 @@ def _steps(
             engine.remark(EAGER_ON_CPU)
         shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
+    if isinstance(run, Training) and (images := images_of(spec, run)):  # whose places decide shapes
+        with disable_current_modes():
+            inputs = [with_images(torch.zeros(shape, dtype=torch.int64), images) for shape in shapes]
     recording.enter("load")
     if isinstance(run, Training) and stack_of(run):
         where = (stage,) if run.pp > 1 else ()  # asked of stacks that have pipelines
@@ -321,7 +329,7 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     if isinstance(run, Training):
         if isinstance(run.stack, Megatron):
             return rates  # some functions are compiled, and of Apex's kernels there is only what they allocate
-        traced = operators.traced(run.tokens // run.cp * spec.vocab // run.tp)
+        traced = operators.traced(logits_of(spec, run))
         timed = timing(spec, run, card, traced=traced) if traced else None
         if timed is None or timed.seconds is None:
             return rates

@@ -1,8 +1,9 @@
 """Derivation of a trace: the real step, simulated at a few sizes and two depths, gives every tensor its formula.
 
-The step is simulated at four points (B, T), where it must run the same operators. The bytes of each request at these
-points determine its power of B and its polynomial in T. A fifth simulation has one more group of layers; the difference
-between the same moments of both depths is what each further group adds. The trace must then give all five peaks.
+The step is simulated at four points (B, T), where it must run the same operators. The bytes of each request, and the
+numbers of each operator, at these points determine their polynomials in B and T. A fifth simulation has one more group
+of layers: the difference between the same moments of both depths is what each further group adds, and so is the
+difference between their times. The trace must then give all five peaks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +18,19 @@ import numpy as np
 from ..base.errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..recording.parts import Change, changes_of, divided, logits_sizes
+from ..specs.images import images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Training
+from ..traces.kernels import Kernel, KernelFormula, KernelTrace
 from ..traces.points import points
-from ..traces.trace import Moment, Term, Trace
+from ..traces.polynomials import Monomial, Polynomial, constant, polynomial_through
+from ..traces.trace import LOADED, Moment, Term, Trace
 from .allocator.config import blocks_of
 from .depth import Depth, depth_of, with_layers
 from .profile.recording import collapsed
 from .report import ROOMY, recorded
 
+IN_FLIGHT = 2  # groups whose weights FSDP has gathered, or whose gradients it has not reduced yet
 APART = 0.015  # by which a trace may differ from the simulations that it is made of
 
 
@@ -44,7 +48,7 @@ class _Request(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A simulated step: its requests, what changes, and the peak in bytes.
+    """A simulated step: its requests, what changes, the peak in bytes, and the operators.
 
     A change has the phase and the number of the request, counted from 1: positive if memory is allocated, negative if
     it is freed, 0 where a phase begins.
@@ -53,12 +57,14 @@ class _Step(NamedTuple):
     requests: list[_Request]
     changes: list[tuple[str | None, int]]
     peak: int
+    operators: list[Kernel]
 
 
 def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
     """Return the trace of `run` on one `card`. Raises Untraceable for a step without one."""
+    images = images_of(spec, run)
     for fixed in (False, True):
-        at = points(run.micro_batch, run.seq_len, fixed, spec.max_positions)
+        at = points(run.micro_batch, run.seq_len, fixed, spec.max_positions, images.needed if images else 1)
         if at is None:
             continue
         try:
@@ -71,18 +77,24 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
 
 def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]], fixed: bool) -> Trace:
     depth = depth_of(spec)
+    if run.world_size > 1:
+        depth = depth.begun_after(IN_FLIGHT)
     numbers: dict[Term, int] = {}
     shallow = deep = _traced(with_layers(spec, depth.least) if depth.period else spec, run, card, at, numbers)
-    peaks = [(0, sizes, step.peak) for sizes, step in zip(at, shallow.steps, strict=True)]
+    peaks = [(0, point, step.peak) for point, step in zip(at, shallow.steps, strict=True)]
+    operators = _kernels(shallow.steps, at)
     if depth.period:
         more = with_layers(spec, depth.least + depth.period)
-        step = _step(more, replace(run, micro_batch=at[0][0], seq_len=at[0][1]), card)
-        terms = _terms_like(shallow.terms, step, at[0])
+        # The point at which the fewest formulas have equal values: the deeper step's operators are told apart by them.
+        sizes = max(at, key=lambda sizes: len({formula.at(*sizes) for formula in operators.formulas}))
+        step = _step(more, replace(run, micro_batch=sizes[0], seq_len=sizes[1]), card)
+        terms = _terms_like(shallow.terms, step, sizes)
         deep = _Traced(_moments(step, terms, numbers), terms)
-        peaks.append((1, at[0], step.peak))
-    trace = replace(_joined(depth, shallow, deep, [*numbers]), fixed=fixed)
-    for groups, sizes, peak in peaks:
-        found = max(trace.totals(*sizes, groups=groups))
+        peaks.append((1, sizes, step.peak))
+        operators = _deeper(operators, step.operators, sizes)
+    trace = replace(_joined(depth, shallow, deep, [*numbers]), fixed=fixed, kernels=operators)
+    for groups, point, peak in peaks:
+        found = max(trace.totals(*point, groups=groups))
         if abs(found / peak - 1) > APART:
             raise Untraceable(f"the formulas of {spec.name} give {found:,} bytes where a simulation has {peak:,}")
     return trace
@@ -102,8 +114,8 @@ def _terms_like(known: Sequence[Term], step: _Step, at: tuple[int, int]) -> list
         size, module = request.size, collapsed(request.module)
         keys = (size, operator, request.part, module), (size, operator), (size,)
         like = next((sized[key] for key in keys if key in sized), None)
-        formula = (like.batch, like.coefficients) if like else (0, (float(request.size),))
-        found.append(Term(*formula, request.part, request.module, operator))
+        formula = like.formula if like else constant(request.size)
+        found.append(Term(formula, request.part, request.module, operator))
     return found
 
 
@@ -163,54 +175,71 @@ def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
             requests.append(_Request(engine.requests[block.born], block.part, place.module, place.operator))
             numbers[id(block)] = len(requests)
             changes.append((phase, len(requests)))
-    return _Step(requests, changes, divided(found).peak)
+    operators = [] if engine.launches else [*recording.operators]
+    return _Step(requests, changes, divided(found).peak, operators)
+
+
+def _kernels(steps: Sequence[_Step], at: Sequence[tuple[int, int]]) -> KernelTrace:
+    """Return the formulas of the operators of one step at these points, if it runs the same ones at all."""
+    numbers: dict[KernelFormula, int] = {}
+    order = []
+    for same in zip(*[step.operators for step in steps], strict=False):
+        first, *others = (kernel.with_numbers(0, 0, 0, 0, 0) for kernel in same)
+        sizes = [kernel.numbers for kernel in same]
+        if any(other != first for other in others) or len({*map(len, sizes)}) > 1:
+            return KernelTrace()
+        polynomials = tuple(_formula(values, at) for values in zip(*sizes, strict=True))
+        order.append(numbers.setdefault(KernelFormula(first, polynomials), len(numbers)))
+    if any(len(step.operators) != len(order) for step in steps):
+        return KernelTrace()
+    return KernelTrace(tuple(numbers), tuple(order), tuple(order))
+
+
+def _deeper(shallow: KernelTrace, operators: Sequence[Kernel], at: tuple[int, int]) -> KernelTrace:
+    """Return `shallow` with the `operators` of a deeper step, which are those of the same numbers, and of several such
+    one that runs after the operator before. One that has none, as an update of a list of all parameters, is of this
+    size at any."""
+    if not shallow.formulas:
+        return shallow
+    follows = {*zip(shallow.shallow, shallow.shallow[1:], strict=False)}
+    known: dict[Kernel, list[int]] = {}
+    for number, formula in enumerate(shallow.formulas):
+        known.setdefault(formula.at(*at), []).append(number)
+    formulas, order = [*shallow.formulas], [-1]
+    for kernel in operators:
+        if kernel not in known:
+            known[kernel] = [len(formulas)]
+            numbers = tuple(map(constant, kernel.numbers))
+            formulas.append(KernelFormula(kernel.with_numbers(0, 0, 0, 0, 0), numbers))
+        alike = known[kernel]
+        order.append(next((number for number in alike if (order[-1], number) in follows), alike[0]))
+    return KernelTrace(tuple(formulas), shallow.shallow, tuple(order[1:]))
 
 
 def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:
     """Return the formula of a request that has these sizes at these points."""
     first = requests[0]
-    batch, coefficients = _formula([request.size for request in requests], at)
-    return Term(batch, coefficients, first.part, first.module, shown(first.operator))
+    formula = _formula([request.size for request in requests], at)
+    return Term(formula, first.part, first.module, shown(first.operator))
 
 
-def _formula(sizes: Sequence[int], at: Sequence[tuple[int, int]]) -> tuple[int, tuple[float, ...]]:
-    """Return the power of B and the coefficients of T's polynomial; of sizes that are none, the nearest one through two
-    points."""
-    for power in (0, 1, 2):
-        for degree in (0, 1, 2):
-            monomials = [batch**power * tokens**degree for batch, tokens in at]
-            shares = [Fraction(size, one) for size, one in zip(sizes, monomials, strict=True)]
-            if len({*shares}) == 1:
-                return power, (*[0.0] * degree, float(shares[0]))
-    for power in (0, 1):
-        values = [Fraction(size, batch**power) for size, (batch, _) in zip(sizes, at, strict=True)]
-        lengths = [tokens for _, tokens in at]
-        if len({*lengths}) >= 3 and (found := _parabola(values, lengths)):
-            return power, tuple(map(float, found))
+def _formula(sizes: Sequence[int], at: Sequence[tuple[int, int]]) -> Polynomial:
+    """Return the polynomial of these sizes; of sizes that have none, bytes per token."""
+    if found := polynomial_through(tuple(sizes), tuple(at)):
+        return found
     (batch, tokens), (other, longer) = at[0], at[-1]
-    return 1, (0.0, (sizes[0] / batch / tokens + sizes[-1] / other / longer) / 2)
-
-
-def _parabola(values: Sequence[Fraction], lengths: Sequence[int]) -> tuple[Fraction, ...] | None:
-    """Return c + c' T + c'' T² through the points; None where there is none."""
-    (x, y, z), (u, v, w) = lengths[:3], values[:3]
-    slope, other = (v - u) / (y - x), (w - v) / (z - y)
-    square = (other - slope) / (z - x)
-    linear = slope - square * (x + y)
-    constant = u - linear * x - square * x * x
-    found = constant, linear, square
-    right = all(constant + linear * at + square * at * at == value for value, at in zip(values, lengths, strict=True))
-    return found if right else None
+    return (Monomial((sizes[0] / batch / tokens + sizes[-1] / other / longer) / 2, 1, 1),)
 
 
 def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> dict[Place, list[_Alive]]:
-    """Return the moments before something is freed, and those at which a phase begins. A term has its number among
-    `numbers`, which has the same term of all layers once."""
+    """Return the moments before something is freed, those at which a phase begins, and the one at which all is loaded.
+    A term has its number among `numbers`, which has the same term of all layers once."""
     anonymous = [term._replace(module=collapsed(term.module)) for term in terms]
     indices = [numbers.setdefault(term, len(numbers)) for term in anonymous]
     found: dict[Place, list[_Alive]] = {}
     live: Counter[int] = Counter()
     last: tuple[str, int] | None = None
+    loading = False
     for phase, number in (*step.changes, (None, 0)):
         if number > 0:
             live[indices[number - 1]] += 1
@@ -222,7 +251,11 @@ def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> di
             last = None
         if number < 0:
             live[indices[-number - 1]] -= 1
-        elif phase is not None:  # it may allocate nothing
+        elif loading and phase != "load":
+            found["load", "", LOADED] = [_Alive(-1, dict(live))]
+        if number == 0:
+            loading = phase == "load"
+        if number == 0 and phase is not None:  # it may allocate nothing
             found.setdefault((phase, "", "its beginning"), []).append(_Alive(-1, dict(live)))
     return found
 
@@ -256,13 +289,13 @@ def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]
     fewer = {term: number for number, term in enumerate(used)}
     renumbered = (Moment(phase, place, {fewer[term]: count for term, count in counts.items()})
                   for phase, place, counts in kept)  # fmt: skip
-    return Trace(depth.groups, False, tuple(terms[term] for term in used), tuple(renumbered))
+    return Trace(depth.groups, False, tuple(terms[term] for term in used), tuple(renumbered), KernelTrace())
 
 
 def _highest(moments: Sequence[Moment], terms: Sequence[Term]) -> list[Moment]:
     """Return the moments for which no other one of their phase has as many tensors of each size, in their order."""
-    sizes: dict[tuple[int, tuple[float, ...]], int] = {}
-    columns = [sizes.setdefault((term.batch, term.coefficients), len(sizes)) for term in terms]
+    sizes: dict[Polynomial, int] = {}
+    columns = [sizes.setdefault(term.formula, len(sizes)) for term in terms]
     counts = np.zeros((len(moments), 2, len(sizes)), dtype=np.int64)
     for row, moment in zip(counts, moments, strict=True):
         for term, both in moment.counts.items():
@@ -273,6 +306,7 @@ def _highest(moments: Sequence[Moment], terms: Sequence[Term]) -> list[Moment]:
     for number, moment in enumerate(moments):
         others = np.flatnonzero((flat >= flat[number]).all(axis=1) & (phases == moment.phase))
         # Of equal moments the first stays.
-        if not any((flat[other] != flat[number]).any() or other < number for other in others if other != number):
+        higher = [other for other in others if other < number or (flat[other] != flat[number]).any()]
+        if moment.place == LOADED or not higher:
             kept.append(moment)
     return kept

@@ -10,6 +10,7 @@ from ..base.errors import SpecError
 from ..base.terms import GPTQ_GROUP
 from ..hardware.gpu import EMULATED_BF16, FLASH_ATTENTION_2_CAPABILITY, GPU
 from .generic import attentions
+from .images import images_of
 from .model import ModelSpec
 from .run import Inference, Run, Training, stack_of
 from .stacks import Megatron, Torchtitan, Torchtune
@@ -59,6 +60,7 @@ def _check_run(spec: ModelSpec, run: Run) -> None:
             )
     if isinstance(run, Training):
         layers_of(spec, run)
+        images_of(spec, run)
         if run.pp * run.virtual_stages > spec.layers + 2:  # each has a layer, the embedding or the head
             given = f"virtual_stages={run.virtual_stages} with pp={run.pp}"
             raise SpecError(

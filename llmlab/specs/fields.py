@@ -41,13 +41,13 @@ class Spec:
         """Return the fields as JSON-ready values."""
         return asdict(self)
 
-    def _check_counts(self, *fields: str) -> None:
+    def _check_counts(self, *fields: str, least: int = 1) -> None:
         for field in fields:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise SpecError(f"{field}={value!r} is a {type(value).__name__}; give a whole number >= 1")
-            if not 1 <= value <= MOST:
-                wrong, give = ("small", ">= 1") if value < 1 else ("large", f"<= {MOST}")
+                raise SpecError(f"{field}={value!r} is a {type(value).__name__}; give a whole number >= {least}")
+            if not least <= value <= MOST:
+                wrong, give = ("small", f">= {least}") if value < least else ("large", f"<= {MOST}")
                 raise SpecError(f"{field}={_shown(value)} is too {wrong}; give a whole number {give}")
 
     def _check_choices(self, **allowed: tuple[object, ...]) -> None:

@@ -8,7 +8,7 @@ towers) is not in them. A simulation has the real class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -22,6 +22,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k")
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 SHARED = ("n_shared_experts", "num_shared_experts")
+BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # as Nemotron-H's hybrid_override_pattern says them
 WIDTH = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "mlp_dim")
 
 
@@ -98,41 +99,75 @@ def generic_sizes(config: Mapping[str, Any], family: str, where: str) -> dict[st
     activation = read.text("hidden_act", "hidden_activation", "activation_function", "feed_forward_proj")
     projection = read.text("feed_forward_proj")  # T5's
     gated = projection.startswith("gated") if projection else read.gated
-    sizes = dict(
+    head_dim = read.size("head_dim", "d_kv", default=max(1, hidden // heads))
+    kinds = read.value("layers_block_type") or [BLOCKS.get(each, "") for each in read.text("hybrid_override_pattern")]
+    if "mlp" in kinds:  # Nemotron-H: each layer is a mixer or an MLP, and the MLPs have no gate
+        gated = False
+    mixture = _mixture(read, layers, intermediate, kinds)
+    if not mixture and (shared := read.size("shared_intermediate_size", default=0, least=0)):
+        intermediate, gated = shared, True  # of a Granite without experts the shared one is left
+    towers = sum(_tower(_Sizes(nested, where)) for nested in _nested(config).values() if nested != text)
+    encoder, decoder = read.stacks()
+    if encoder:
+        towers += decoder * 4 * hidden * heads * head_dim  # cross-attention
+    return dict(
         hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=min(heads, read.size("num_key_value_heads", default=heads)),
-        head_dim=read.size("head_dim", "d_kv", default=max(1, hidden // heads)),
-        intermediate=intermediate,
+        head_dim=head_dim,
+        intermediate=read.size("intermediate_size_mlp", default=intermediate),  # of Llama 4's layers without experts
         vocab=read.size("vocab_size", default=1),
         max_positions=read.size("max_position_embeddings", "max_target_positions", default=UNBOUNDED),
         tied=bool(read.value("tie_word_embeddings", config.get("tie_word_embeddings", True))),
         norm="rmsnorm" if gated else "layernorm",
         gated=gated,
         activation=activation or "silu",
-        towers=sum(_tower(_Sizes(nested, where)) for nested in _nested(config).values() if nested != text),
+        towers=towers,
+        **(mixture or {"dense_layers": sum(kind == "mlp" for kind in kinds)}),
     )
-    if experts := read.size(*EXPERTS, default=0, least=0):
-        width = read.size(*EXPERT_WIDTH, default=intermediate)
-        shared = read.size("shared_expert_intermediate_size", "shared_intermediate_size", default=0, least=0)
-        sizes.update(
-            experts=experts,
-            experts_per_token=min(experts, read.size(*PER_TOKEN, default=1)),
-            moe_intermediate=width,
-            shared_experts=shared // width if shared else read.size(*SHARED, default=0, least=0),
-            dense_layers=min(layers, read.size("first_k_dense_replace", default=0, least=0)),
-        )
-    return sizes
+
+
+def _mixture(read: _Sizes, layers: int, intermediate: int, kinds: Sequence[str]) -> dict[str, int]:
+    """Return ModelSpec's fields of a mixture of experts; an empty dict for a model without experts."""
+    experts = read.size(*EXPERTS, default=0, least=0)
+    if not experts or (kinds and "moe" not in kinds and "mlp" in kinds):  # Nemotron-H's class has a default
+        return {}
+    width = read.size(*EXPERT_WIDTH, default=intermediate)
+    shared = read.size("shared_expert_intermediate_size", "shared_intermediate_size", default=0, least=0)
+    dense = read.size("first_k_dense_replace", default=0, least=0)
+    if step := read.size("interleave_moe_layer_step", default=0, least=0):  # Llama 4's, which has a shared one too
+        shared, dense = width, layers - layers // step
+    return dict(
+        experts=experts,
+        experts_per_token=min(experts, read.size(*PER_TOKEN, default=1)),
+        moe_intermediate=width,
+        shared_experts=shared // width if shared else read.size(*SHARED, default=0, least=0),
+        dense_layers=min(layers, dense),
+    )
 
 
 def _tower(read: _Sizes) -> int:
     """Return about the parameters of an encoder of images or sound: 4 w² + 2 w f for each block of width w."""
-    width = read.size("hidden_size", "embed_dim", "d_model", default=0, least=0)
+    width, layers, inner = _tower_sizes(read)
+    return layers * width * (4 * width + 2 * inner)
+
+
+def tower_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the width, the blocks and the MLP's width of the encoder of images in a `config`.
+
+    >>> tower_sizes({"model_type": "qwen3_vl"})
+    (1152, 27, 4304)
+    """
+    return _tower_sizes(_Sizes(_nested(config)["vision_config"], "vision_config"))
+
+
+def _tower_sizes(read: _Sizes) -> tuple[int, int, int]:
+    width = read.size("embed_dim", "hidden_size", "d_model", default=0, least=0)  # Qwen2-VL's hidden_size is the text's
     layers = read.size("num_hidden_layers", "depth", "num_layers", "encoder_layers", default=0, least=0)
     ratio = read.value("mlp_ratio", 4)
     inner = read.size(*WIDTH, default=round(ratio * width) if isinstance(ratio, (int, float)) else 4 * width, least=0)
-    return layers * width * (4 * width + 2 * inner)
+    return width, layers, inner
 
 
 class _Sizes:
@@ -169,12 +204,15 @@ class _Sizes:
 
     def layers(self) -> int:
         """Return the blocks of an encoder and of a decoder together, where a model has both."""
-        both = self.size("encoder_layers", default=0, least=0) + self.size("decoder_layers", default=0, least=0)
+        kinds = self.value("layer_types") or self.value("layers_block_type") or ()
+        return sum(self.stacks()) or (len(kinds) if kinds else self.size("num_hidden_layers", "num_layers"))
+
+    def stacks(self) -> tuple[int, int]:
+        """Return the blocks of an encoder and those of a decoder, which attend to its output; zeros for one stack."""
         if self.value("num_decoder_layers"):
             encoder = self.size("num_layers", "num_encoder_layers", "num_hidden_layers", default=0, least=0)
-            both = encoder + (self.config.get("num_decoder_layers") or encoder)  # T5's is as deep
-        kinds = self.value("layer_types") or self.value("layers_block_type") or ()
-        return both or (len(kinds) if kinds else self.size("num_hidden_layers", "num_layers"))
+            return encoder, self.config.get("num_decoder_layers") or encoder  # T5's is as deep
+        return self.size("encoder_layers", default=0, least=0), self.size("decoder_layers", default=0, least=0)
 
     def text(self, *names: str) -> str:
         return next((value for name in names if isinstance(value := self.value(name), str)), "")

@@ -29,6 +29,9 @@ HELP = {
     "stack": "Training code: transformers, torchtitan, megatron, torchtune, deepspeed, litgpt or nanotron. The choice "
     "can change the defaults of other options. Its own options follow a colon: torchtitan:ac=full.",
     "fp8": "Recipe for fp8 matmuls; needs --compile and --precision bf16 or mixed-bf16.",
+    "images": "Images in each sequence of a vision-language model; --seq-len counts their tokens.",
+    "pixels": "Size of each image before the processor resizes it: a number of pixels, or HEIGHTxWIDTH.",
+    "num_labels": "Train a sequence classifier of this many classes instead of a language model.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",
     "lora_targets": "Linear layers that get an adapter, separated by commas.",
     "lora_alpha": "Numerator of the adapters' scale, alpha / rank; default: 2 * rank.",

@@ -75,11 +75,16 @@ class ModelSpec(Sizes):
 
     @cached_property
     def _components(self) -> dict[str, int]:
-        return components(self, self.linears)
+        found = components(self, self.linears)
+        published = _presets().get(self.name, {}).get("parameters")
+        return found if published is None else found | {"rest": published - sum(found.values())}
 
     @property
     def parameters_by_component(self) -> dict[str, int]:
-        """Parameters of embedding, positions, attention, mlp, experts, router, norms, head; tied weights once."""
+        """Parameters of embedding, positions, attention, mlp, experts, router, norms, head; tied weights once.
+
+        `rest` is what a preset of a family without formulas has in addition to a plain transformer of its sizes.
+        """
         return dict(self._components)
 
     @cached_property

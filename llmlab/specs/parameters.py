@@ -102,7 +102,7 @@ def _mlp(spec: Sizes) -> list[Linear]:
         one = [("gate_up_proj", h, 2 * f), ("down_proj", f, h)]
     else:
         one = _gated(h, f)
-    dense = spec.dense_layers if spec.experts else spec.layers
+    dense = spec.dense_layers if spec.experts else spec.dense_layers or spec.layers
     shared = _gated(h, spec.shared_experts * spec.moe_intermediate) if spec.shared_experts else []
     both = [(one, dense), (shared, spec.moe_layers)]
     return [Linear(*matrix, spec.mlp_bias, count, "mlp") for matrices, count in both if count for matrix in matrices]

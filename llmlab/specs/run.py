@@ -40,7 +40,7 @@ from ..base.terms import (
     Schedule,
     Weights,
 )
-from .fields import ChoiceSpec
+from .fields import MOST, ChoiceSpec
 from .stacks import TRANSFORMERS, DeepSpeed, StackOptions, check_stack, resolved, stack_from_dict
 
 if TYPE_CHECKING:
@@ -101,6 +101,10 @@ class Training(ChoiceSpec):
     `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits,
     "fused-norm" is RMSNorm as one kernel, torch's `rms_norm` here.
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
+    `images`: images in each sequence of a vision-language model. Their tokens are part of `seq_len`. `pixels` is the
+    size of each image, as a number (1024*1024: of a square) or as (height, width); the model's processor resizes it.
+    `num_labels`: train a sequence classifier of so many classes (1: a regression, such as a reward model) instead of a
+    language model.
 
     `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
     `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults. Fields that nobody gave, whose
@@ -135,6 +139,9 @@ class Training(ChoiceSpec):
     compile: bool = False
     kernels: Kernels | None = None
     fp8: FP8 | None = None
+    images: int = 0
+    pixels: int | tuple[int, int] | None = None
+    num_labels: int | None = None
     stack: StackOptions | str = TRANSFORMERS
 
     def __post_init__(self, unset: frozenset[str]) -> None:
@@ -201,8 +208,38 @@ class Training(ChoiceSpec):
             self._check_fp8()
         if self.optimizer == "muon":
             self._check_muon()
+        self._check_task()
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
+
+    def _check_task(self) -> None:
+        self._check_counts("images", least=0)
+        if isinstance(self.pixels, (tuple, list)):
+            object.__setattr__(self, "pixels", tuple(self.pixels))
+        pixels = self.pixels if isinstance(self.pixels, tuple) else (self.pixels,) * 2
+        whole = all(isinstance(side, int) and not isinstance(side, bool) and 1 <= side <= MOST for side in pixels)
+        if self.pixels is not None and not (whole and len(pixels) == 2):
+            raise SpecError(f"pixels={self.pixels!r} is no image size; give a number of pixels, such as 1024*1024, or "
+                            "(height, width)")  # fmt: skip
+        if self.pixels is not None and not self.images:
+            raise SpecError(f"pixels={self.pixels!r} with images=0: there is no image; give images >= 1, or leave out "
+                            "pixels")  # fmt: skip
+        if self.num_labels is not None:
+            self._check_counts("num_labels")
+        given = f"images={self.images}" if self.images else f"num_labels={self.num_labels}"
+        if not self.images and self.num_labels is None:
+            return
+        if isinstance(self.stack, StackOptions):
+            raise SpecError(f"{given} with stack={self.stack.name!r}, which trains language models of text here; "
+                            "leave out one of them")  # fmt: skip
+        if self.images and self.num_labels is not None:
+            raise SpecError(f"{given} with num_labels={self.num_labels}: a classifier is trained on text here; leave "
+                            "out one of them")  # fmt: skip
+        if self.pp > 1 or self.cp > 1:
+            raise SpecError(f"{given} with pp={self.pp}, cp={self.cp} is not supported; give pp=1 and cp=1")
+        if self.num_labels is not None and self.kernels in ("liger", "fused-loss"):
+            raise SpecError(f"{given} with kernels={self.kernels!r}, whose loss is that of a language model; leave out "
+                            "kernels")  # fmt: skip
 
     def _adapters(self, lora: LoRA) -> LoRA:
         """Return `lora` with the stack's dtype of adapters unless one was given; SpecError if the stack lacks that."""

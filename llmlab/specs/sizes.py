@@ -12,10 +12,10 @@ from .shape import MLA
 class Sizes:
     """What `ModelSpec` is made of; every field below `source` is read from the config and checked.
 
-    `dense_layers` is how many layers of a mixture of experts have a dense MLP, `shared_experts` how many experts every
-    token goes through, `moe_intermediate` one expert's width. `head_dim` is a query and key head's (values of `mla`
-    have their own). `window_layers` of the layers see only the last `sliding_window` tokens. `source` is the Hugging
-    Face repository or the file the config is from.
+    `dense_layers` is how many layers of a mixture of experts have a dense MLP (without experts: how many have an MLP,
+    where not all do), `shared_experts` how many experts every token goes through, `moe_intermediate` one expert's
+    width. `head_dim` is a query and key head's (values of `mla` have their own). `window_layers` of the layers see only
+    the last `sliding_window` tokens. `source` is the Hugging Face repository or the file the config is from.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Sizes:
     shared_experts: int = field(init=False, default=0)
     dense_layers: int = field(init=False, default=0)
     mla: MLA | None = field(init=False, default=None)
-    towers: int = field(init=False, default=0)  # parameters of encoders of images or sound, about
+    towers: int = field(init=False, default=0)  # about the parameters of other encoders and of cross-attention
 
     @cached_property
     def query_width(self) -> int:

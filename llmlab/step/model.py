@@ -111,17 +111,33 @@ def on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # published configs have one
     attention = IMPLEMENTATIONS[run.attention]
+    auto = getattr(transformers, auto_class(spec.family) or "AutoModelForCausalLM")
+    if isinstance(run, Training) and run.num_labels:
+        auto = _classifier(spec, config, run.num_labels)
     with torch.device("meta"):
         try:
-            auto = getattr(transformers, auto_class(spec.family) or "AutoModelForCausalLM")
             model = auto.from_config(config, dtype=weight_dtype(run), attn_implementation=attention)
         except Exception as error:  # so may a model class
             if "attn_implementation" not in str(error):  # Gemma 2: its softcap is in no fused kernel
                 raise _refused(spec, error) from None
             what = f"transformers' {spec.family} has no attention={run.attention!r}"
             raise NotAvailable(f"{what}; use attention='eager'") from None
-    model.loss_type = model.loss_type or "ForCausalLM"  # what transformers falls back to, with a warning
+    if auto is not transformers.AutoModelForSequenceClassification:
+        model.loss_type = model.loss_type or "ForCausalLM"  # what transformers falls back to, with a warning
     return model
+
+
+def _classifier(spec: ModelSpec, config: Any, labels: int) -> Any:
+    """Return the auto class of sequence classifiers, and give `config` what it needs."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise NotAvailable(f"num_labels={labels}: transformers has no sequence classifier of {spec.family}; leave out "
+                           "num_labels, or give another model")  # fmt: skip
+    config.num_labels = labels
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # decoders find each sequence's last token by it
+    return AutoModelForSequenceClassification
 
 
 def _refused(spec: ModelSpec, error: Exception) -> SpecError:
@@ -151,7 +167,7 @@ def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Mod
         model.loss_function = causal_loss
     elif run.kernels == "fused-norm":
         _fuse_norms(model)
-    return _add_adapters(model, run.lora) if run.lora else model
+    return _add_adapters(model, run.lora, run.num_labels) if run.lora else model
 
 
 def _fuse_norms(model: nn.Module) -> None:
@@ -280,7 +296,7 @@ def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Itera
         yield
 
 
-def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedModel:
+def _add_adapters(model: PreTrainedModel, lora: LoRA, num_labels: int | None) -> PeftModel | PeftMixedModel:
     """Return the peft model: adapters on `lora.targets`, in fp32 where frozen weights are half, if not told not to."""
     from peft import LoraConfig, get_peft_model
 
@@ -297,7 +313,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedMo
         target_modules=list(lora.targets),
         fan_in_fan_out=any(isinstance(names[target], Conv1D) for target in lora.targets),
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if num_labels else "CAUSAL_LM",  # the new head of a classifier is trained whole
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away

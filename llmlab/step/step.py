@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -21,9 +20,11 @@ from torch.optim import Optimizer
 
 from ..base.errors import NotAvailable
 from ..data import batch
+from ..specs.images import Images, images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, Run, Training
 from ..techniques.offload import Offloaded
+from .batch import arguments, with_images
 from .model import DTYPES, Around, build_model, compute_dtype, weight_dtype
 from .optimizer import (
     LEARNING_RATE,
@@ -70,6 +71,7 @@ class Step:
     scaler: torch.amp.GradScaler | None = None
     cache: Any = field(default=None, repr=False)
     offload: Offloaded | None = None
+    images: Images | None = None  # of each sequence
     decoder: Callable[..., Any] | None = None  # called in the model's place to generate: `simulate` plays steps back
 
     def __call__(self, enter: Enter = ignore) -> None:
@@ -123,7 +125,8 @@ def texts(spec: ModelSpec, run: Run) -> list[Tensor]:
     """Return the real text of one step as token ids on the CPU: a (B, T) tensor per micro-batch, or the prompts'."""
     if isinstance(run, Inference):
         return [batch(spec.vocab, run.batch, run.prompt_len)]
-    return [batch(spec.vocab, run.micro_batch, run.seq_len, seed=i) for i in range(run.accumulation)]
+    found = [batch(spec.vocab, run.micro_batch, run.seq_len, seed=i) for i in range(run.accumulation)]
+    return [with_images(ids, images_of(spec, run)) for ids in found]
 
 
 def build_step(
@@ -154,6 +157,7 @@ def build_step(
     cut = partial(shard, run=run, ranks=ranks) if ranks and (is_sharded(run) or run.tp > 1) else None
     model = build_model(spec, as_built(run), device, recomputing, cut, load_order)
     step = Step(run, device, model, [], parameters=list(model.parameters()) if ranks else None)
+    step.images = images_of(spec, run)
     if not run.offload:
         _add_optimizer(step, run, ranks)
     step.inputs = [ids.to(device, copy=True) for ids in inputs]
@@ -203,8 +207,8 @@ def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
 def training_step(step: Step, enter: Enter = ignore) -> None:
     """Run one optimizer step: forward and backward one micro-batch at a time, then the update.
 
-    The labels are the inputs: the model shifts them by one. `output`, and with it the logits, lives on through
-    backward and the update, as it does in a training loop that names it.
+    `output`, and with it the logits, lives on through backward and the update, as it does in a training loop that
+    names it.
     """
     run, optimizer = step.run, step.optimizer
     assert isinstance(run, Training)
@@ -215,7 +219,7 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
         output = None  # the last micro-batch's logits go before this one's forward
         with unsynced(step.model, run) if i < run.accumulation else nullcontext():
             with cast:
-                output = step.model(**_arguments(step.model, ids))
+                output = step.model(**arguments(step.model, ids, run, step.images))
             loss = output.loss / run.accumulation
             if step.scaler:
                 loss = step.scaler.scale(loss)
@@ -240,31 +244,6 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
         step.masters.give_weights()
     enter("optimizer")
     optimizer.zero_grad(set_to_none=True)
-
-
-def _required(model: nn.Module) -> tuple[str, ...]:
-    """Return the arguments of a model's forward pass that have no default."""
-    named = signature(model.forward).parameters.values()
-    return tuple(one.name for one in named if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD)
-
-
-def _arguments(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return the arguments of a training step's forward pass: the tokens, which are the labels too, or for a model that
-    listens the features of as much sound as it takes, (B, mel bins, frames), with the tokens as labels."""
-    if getattr(model, "main_input_name", "input_ids") == "input_ids":
-        given = {"input_ids": ids, "labels": ids}
-        if missing := [name for name in _required(model) if name not in given]:
-            raise NotAvailable(f"{type(model).__name__} also needs {', '.join(missing)}, and llmlab has no "
-                               "example of that; run your own script under llmlab run")  # fmt: skip
-        return given
-    config = model.config
-    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
-    if model.main_input_name != "input_features" or bins is None or positions is None:
-        raise NotAvailable(f"{type(model).__name__} takes {model.main_input_name}, and llmlab has no example of that; "
-                           "run your own script under llmlab run")  # fmt: skip
-    frames = 2 * positions  # Whisper's second convolution has a stride of two
-    features = torch.zeros(len(ids), bins, frames, dtype=model.dtype, device=ids.device)
-    return {"input_features": features, "labels": ids}
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ def explained(spec: ModelSpec, run: Training, trace: Trace) -> Explanation:
         term, count = trace.terms[number], base + trace.groups * per_group
         if not count:
             continue
-        plain, latex = _written(term, sizes, trace.fixed)
+        plain, latex = _written(term, sizes)
         key = term.part, term.module or "(the step)", term.operator, plain, latex
         tensors, size = rows.get(key, (0, 0))
         rows[key] = tensors + count, size + count * term.bytes(batch, tokens)
@@ -123,21 +123,18 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
     return found
 
 
-def _written(term: Term, sizes: Mapping[str, int], fixed: bool) -> tuple[str, str]:
+def _written(term: Term, sizes: Mapping[str, int]) -> tuple[str, str]:
     """Return the formula of one tensor, plain and as LaTeX."""
-    powers = [(power, factor) for power, factor in enumerate(term.coefficients) if factor]
-    both = [_factored(factor, sizes) for _, factor in powers]
     plain, latex = [], []
-    for (power, _), (words, symbols) in zip(powers, both, strict=True):
-        plain.append(" · ".join([*words, *["T"] * (power == 1), *["T²"] * (power == 2)]))
-        latex.append(r" ".join([*symbols, *["T"] * (power == 1), *["T^2"] * (power == 2)]))
-    text, formula = " + ".join(plain) or "0", " + ".join(latex) or "0"
-    if term.batch and len(powers) > 1:
-        text, formula = f"({text})", f"({formula})"
-    if term.batch:
-        text = f"{text} · B" + ("²" if term.batch == 2 else "")
-        formula = f"{formula} B" + ("^2" if term.batch == 2 else "")
-    return text, formula
+    for factor, batch, tokens in term.formula:
+        words, symbols = _factored(factor, sizes)
+        plain.append(" · ".join([*words, *_power("T", tokens, "²"), *_power("B", batch, "²")]))
+        latex.append(" ".join([*symbols, *_power("T", tokens, "^2"), *_power("B", batch, "^2")]))
+    return " + ".join(plain), " + ".join(latex)
+
+
+def _power(name: str, power: int, square: str) -> list[str]:
+    return [name + (square if power == 2 else "")] if power else []
 
 
 def _factored(factor: float, sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:

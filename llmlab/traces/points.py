@@ -39,16 +39,18 @@ def range_of(batch: int, tokens: int, fixed: bool = False) -> Range:
     return Range(batch > 1, tokens if fixed else lowest, whole, gcd(tokens, CHUNK), batch * tokens > SORTED, fixed)
 
 
-def points(batch: int, tokens: int, fixed: bool = False, most: int = 2**53) -> list[tuple[int, int]] | None:
-    """Return the (B, T) in the range of a step at which a trace is made: four that determine the power of B and a
-    polynomial of degree two in T, or two at least where T is `fixed`. None where the range has too few. No T is more
-    than `most`, the positions of a model.
+def points(
+    batch: int, tokens: int, fixed: bool = False, most: int = 2**53, least: int = 1
+) -> list[tuple[int, int]] | None:
+    """Return the (B, T) in the range of a step at which a trace is made: four, which determine polynomials of up to
+    three monomials, or at least two where T is `fixed`. None where the range has too few. No T is more than `most`, the
+    positions of a model, or less than `least`, the tokens of its images.
 
     >>> points(4, 2048)
     [(4, 2048), (4, 3072), (3, 4032), (5, 2048)]
     """
     where = range_of(batch, tokens, fixed)
-    lengths = [tokens] if fixed else range(where.tokens, min(2 * where.tokens, most + 1))
+    lengths = [tokens] if fixed else range(max(where.tokens, least), min(2 * where.tokens, most + 1))
     batches = range(max(2, batch // 2), 2 * batch + 1) if where.several else (1,)
     found: dict[int, list[int]] = {}  # numbers of sequences by length
     for length, sequences in product(lengths, batches):

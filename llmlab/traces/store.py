@@ -28,10 +28,14 @@ _kept: dict[str, Trace] = {}
 
 
 def has_trace(run: Run) -> TypeGuard[Training]:
-    """Whether a step of `run` can have a trace: one of transformers on one GPU, eager, without states on the host."""
-    if not isinstance(run, Training) or run.world_size > 1 or run.stack != TRANSFORMERS:
+    """Whether a step of `run` can have a trace: one of transformers, eager, without states on the host.
+
+    A rank of a pipeline has few layers, and one of ZeRO-1 the states of those that its optimizer deals out by size:
+    neither is linear in a model's depth.
+    """
+    if not isinstance(run, Training) or run.stack != TRANSFORMERS or run.pp > 1 or run.zero == 1:
         return False
-    return not (run.zero or run.offload or run.compile or run.fp8)
+    return not (run.offload or run.compile or run.fp8)
 
 
 def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
@@ -43,6 +47,8 @@ def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
                 _kept[key] = Trace.from_dict(json.loads(_file(key).read_text(encoding="utf-8")))
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
                 continue
+            except ModuleNotFoundError:  # platformdirs, in a browser, which keeps no traces
+                return None
         return _kept[key]
     return None
 

@@ -2,19 +2,21 @@
 
     B  sequences     T  tokens per sequence     n  further groups of layers
 
-A tensor needs B^i (c + c' T + c'' T²) bytes, which the allocator rounds up. A moment is a set of live tensors that no
-other moment contains. Each further group of layers adds the same tensors to it, so the sum is linear in n. A trace has
-the moments of the first and the last layers only: in the forward pass a layer in between holds less than the last one,
-and in the backward pass its bytes lie on a line between those of the last and the first.
+A tensor needs a polynomial of B and T in bytes, which the allocator rounds up. A moment is a set of live tensors that
+no other moment contains. Each further group of layers adds the same tensors to it, so the sum is linear in n. A trace
+has the moments of the first and the last layers only: in the forward pass a layer in between holds less than the last
+one, and in the backward pass its bytes lie on a line between those of the last and the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..base.terms import PARTS
+from .kernels import Kernel, KernelFormula, KernelTrace
+from .polynomials import Monomial, Polynomial, value_of
 
 # c10/core/AllocatorConfig.h: every request is rounded up to BLOCK bytes. A request of LARGE bytes or more gets its own
 # segment, a multiple of SEGMENT. The rest of the segment is split off if it exceeds REST; otherwise it counts as
@@ -34,25 +36,26 @@ def block_of(size: int) -> int:
 
 
 class Term(NamedTuple):
-    """A tensor of B ** `batch` · (c + c' T + c'' T²) bytes, with the `coefficients` c, c', c'' (those that are not 0).
+    """Tensors of as many bytes as the polynomial `formula` says.
 
     `part` is the report's. `module` and `operator` say where the code allocates it; layers' numbers are *.
     """
 
-    batch: int
-    coefficients: tuple[float, ...]
+    formula: Polynomial
     part: str
     module: str
     operator: str
 
     def size(self, batch: int, tokens: int) -> int:
         """Return the bytes that are asked for."""
-        factors = [factor * tokens**power for power, factor in enumerate(self.coefficients)]
-        return round(batch**self.batch * sum(factors))
+        return value_of(self.formula, batch, tokens)
 
     def bytes(self, batch: int, tokens: int) -> int:
         """Return the bytes that the allocator gives."""
         return block_of(self.size(batch, tokens))
+
+
+LOADED = "its end"  # the place of the moment at which loading is done
 
 
 class Moment(NamedTuple):
@@ -68,13 +71,14 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The terms and moments of a step of a model that has `groups` groups of layers beyond the least that it can have.
+    """The terms, moments and operators of a step of a model with `groups` groups of layers beyond its least ones.
     `fixed`: T is what it was where the trace was made, so that polynomials are in B alone."""
 
     groups: int
     fixed: bool
     terms: tuple[Term, ...]
     moments: tuple[Moment, ...]
+    kernels: KernelTrace
 
     def totals(self, batch: int, tokens: int, groups: int | None = None) -> list[int]:
         """Return the bytes of each moment, with so many further groups."""
@@ -102,9 +106,19 @@ class Trace:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trace:
         """Return the trace that `to_dict` wrote. Raises KeyError, TypeError or ValueError for anything else."""
-        terms = (Term(term[0], tuple(term[1]), *term[2:]) for term in data["terms"])
+        terms = (Term(_polynomial(formula), *rest) for formula, *rest in data["terms"])
         moments = (
             Moment(phase, place, {int(term): (base, per_group) for term, (base, per_group) in counts.items()})
             for phase, place, counts in data["moments"]
         )
-        return cls(int(data["groups"]), bool(data["fixed"]), tuple(terms), tuple(moments))
+        formulas, *orders = data["kernels"]
+        kernels = (
+            KernelFormula(Kernel(*kernel)._replace(shape=()), tuple(map(_polynomial, polynomials)))
+            for kernel, polynomials in formulas
+        )
+        operators = KernelTrace(tuple(kernels), *map(tuple, orders))
+        return cls(int(data["groups"]), bool(data["fixed"]), tuple(terms), tuple(moments), operators)
+
+
+def _polynomial(monomials: Iterable[Sequence[Any]]) -> Polynomial:
+    return tuple(Monomial(*monomial) for monomial in monomials)

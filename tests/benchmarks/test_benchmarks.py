@@ -356,7 +356,7 @@ def test_the_rows_that_miss_the_reserved_bar_are_the_kind_that_the_book_says(res
 def test_speed_mixes_models_runs_and_cards():
     cases = speed.cases(10_000)
     assert len(cases) == 10_000
-    assert len({spec.name for spec, _, _ in cases}) == len(speed.models())
+    assert {spec.name for spec, _, _ in cases} == {name for name in speed.models() if speed.model(name).has_formulas}
     assert {run for _, run, _ in cases} == set(speed.RUNS)
 
 

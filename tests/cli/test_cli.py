@@ -145,7 +145,8 @@ def test_an_option_sets_its_field_and_nothing_else(name):
              "loss_parallel": two_shards, "sync_each_batch": [*shards, "--accumulation", "2"],
              "reduce_dtype": [*shards, "--precision", "mixed-bf16"],
              "dp_replicate": ["--dp", "4", "--zero", "3"], "fp8": ["--compile", "--precision", "bf16"],
-             "schedule": ["--pp", "2"], "virtual_stages": ["--pp", "2", "--accumulation", "2"]}  # fmt: skip
+             "schedule": ["--pp", "2"], "pixels": ["--images", "1"],
+             "virtual_stages": ["--pp", "2", "--accumulation", "2"]}  # fmt: skip
     others = needs.get(name, [])
     values = {"zero": 2, "offload": "optimizer", "schedule": "gpipe"}
     flag = "--" + name.replace("_", "-")
@@ -159,6 +160,11 @@ def test_an_option_sets_its_field_and_nothing_else(name):
     run, without = parsed(*kind, *others, *words), parsed(*kind, *others)
     assert getattr(run, name) == value and getattr(without, name) == default
     assert {**run.to_dict(), name: None} == {**without.to_dict(), name: None}
+
+
+def test_pixels_are_a_number_or_height_and_width():
+    assert parsed("--images", "1", "--pixels", "720x1280").pixels == (720, 1280)
+    assert call("estimate", "gpt2", "--images", "1", "--pixels", "large").exit_code == 2
 
 
 def test_the_options_of_lora_make_one():

@@ -514,3 +514,11 @@ def test_trl_trains_adapters_on_quantized_weights(tmp_path, quantization):
                           env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
     assert "'train_loss': '6." in done.stdout, done.stderr
     assert (tmp_path / "out" / "trained" / "adapter_model.safetensors").exists()
+
+
+def test_files_that_train_on_text_are_not_written_for_other_runs(tmp_path):
+    with pytest.raises(SpecError, match="train language models of text"):
+        lab.write("gpt2", lab.Training(num_labels=2), "T4", tmp_path)
+    for fields in ({"images": 1}, {"num_labels": 2}):
+        with pytest.raises(SpecError, match="train language models of text"):
+            lab.plan("gpt2", "T4", 8, fixed=fields)

@@ -6,7 +6,7 @@ from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.hardware.gpu import gpu
 from llmlab.plots.roofline import plot_roofline
 from llmlab.simulation.profile.operator_log import Operators
-from llmlab.simulation.profile.roofline import Kernel
+from llmlab.traces.kernels import Kernel
 
 PRODUCT = Kernel("aten::mm", "matmul", "fp16", 2 * 4096**3, 3 * 2 * 4096**2, (1, 4096, 4096, 4096), 1, False, "forward")
 ADDITION = Kernel("aten::add", "memory", "fp16", 0, 3 * 2 * 10**6, (10**6,), 1, False, "forward")

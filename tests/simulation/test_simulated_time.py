@@ -16,10 +16,11 @@ from llmlab.archive import operator_records, records
 from llmlab.formulas.time.efficiency import Efficiency, efficiency
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.kernels import kernels
+from llmlab.formulas.time.operators import host_seconds, kernel_seconds, timing
 from llmlab.formulas.time.step import moved
 from llmlab.simulation.profile.operator_log import Operators
-from llmlab.simulation.profile.roofline import Kernel, host_seconds, kernel_seconds, timing
 from llmlab.simulation.report import recorded
+from llmlab.traces.kernels import Kernel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import efficiencies as derivation

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
-from llmlab.simulation import tracing
+from llmlab.simulation import deriving, tracing
 from llmlab.simulation.depth import depth_of, with_layers
 
 TEXT = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 5,
@@ -13,6 +13,7 @@ TEXT = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "n
         "pad_token_id": 0}  # fmt: skip
 BERT = {key: value for key, value in TEXT.items() if key not in ("num_key_value_heads", "head_dim")}
 OLMO = {"model_type": "olmo2", **TEXT}
+DEEP = {**OLMO, "num_hidden_layers": 12}
 GEMMA = {"model_type": "gemma3_text", **TEXT, "num_hidden_layers": 24, "sliding_window": 512}
 GPT_OSS = {"model_type": "gpt_oss", **TEXT, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
 T5 = {"model_type": "t5", "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 6,
@@ -31,6 +32,8 @@ def cache(tmp_path, monkeypatch):
         (OLMO, {}),
         (OLMO, {"precision": "autocast-bf16", "checkpointing": "full"}),
         (OLMO, {"lora": lab.LoRA(8)}),
+        (OLMO, {"dp": 8}),
+        (DEEP, {"dp": 8, "zero": 3, "precision": "mixed-bf16", "checkpointing": "full"}),
         (GPT_OSS, {"checkpointing": "full"}),
         ({"model_type": "bert", **BERT}, {"optimizer": "adamw-fused"}),
         (T5, {"optimizer": "sgd"}),
@@ -40,10 +43,13 @@ def cache(tmp_path, monkeypatch):
 def test_an_estimate_is_what_is_simulated(config, options):
     run = lab.Training(**{"micro_batch": 4, "seq_len": 1536, "precision": "bf16", **options})
     estimate, simulation = (verb(config, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
-    assert "derived-memory" in [note.code for note in estimate.notes]
+    assert "derived" in [note.code for note in estimate.notes]
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.012)
     for phase, size in simulation.phases.items():
         assert estimate.phases[phase] == pytest.approx(size, rel=0.02), phase
+    assert estimate.step_seconds == pytest.approx(simulation.step_seconds, rel=0.005)
+    for part, seconds in simulation.time.items():
+        assert estimate.time[part] == pytest.approx(seconds, rel=0.01, abs=1e-3 * simulation.step_seconds), part
 
 
 def test_one_derivation_answers_for_other_sizes(monkeypatch):
@@ -54,6 +60,7 @@ def test_one_derivation_answers_for_other_sizes(monkeypatch):
         run = replace(first, **sizes)
         estimate, simulation = (verb(OLMO, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
         assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
+        assert estimate.step_seconds == pytest.approx(simulation.step_seconds, rel=0.005)
 
 
 def test_layers_that_differ_repeat_in_groups():
@@ -73,6 +80,7 @@ def test_where_nothing_can_be_derived_a_plain_transformer_answers(monkeypatch):
         raise tracing.Untraceable("no")
 
     monkeypatch.setattr(tracing, "derived", none)
+    monkeypatch.setattr(deriving, "_without", set())
     report = lab.estimate(OLMO, lab.Training(precision="bf16"), "A100-80GB")
     assert "plain-transformer" in [note.code for note in report.notes]
 
@@ -95,5 +103,12 @@ def test_a_peak_is_explained_by_the_tensors_that_are_alive():
 
 
 def test_what_has_no_formula_is_said():
-    with pytest.raises(lab.NotAvailable, match="on one GPU"):
-        lab.explain(OLMO, lab.Training(dp=8, zero=3, precision="bf16"), "A100-80GB")
+    with pytest.raises(lab.NotAvailable, match="pp"):
+        lab.explain(OLMO, lab.Training(pp=2, precision="bf16"), "A100-80GB")
+
+
+def test_levers_are_derived_too():
+    fix = lab.fix(OLMO, lab.Training(micro_batch=4, seq_len=1536, precision="bf16"), "A100-80GB")
+    lever = next(lever for lever in fix.levers if lever.run.checkpointing == "full")
+    simulation = lab.simulate(OLMO, lever.run, "A100-80GB")
+    assert lever.report.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.005)

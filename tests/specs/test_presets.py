@@ -6,8 +6,11 @@ import sys
 
 import pytest
 
+from llmlab.formulas.report import estimated
 from llmlab.specs.model import model
 from llmlab.specs.parameters import gpt2_closed_form
+from llmlab.specs.run import Training
+from llmlab.step.model import on_meta
 
 # As the Hugging Face pages (safetensors metadata) or the papers give them.
 PUBLISHED = {
@@ -56,12 +59,73 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
     "deepseek-ai/deepseek-coder-1.3b-base": 1_346_471_936,
 }
+# The same, for the class that transformers builds. A checkpoint may hold more: layers that predict further tokens
+# (Qwen3-Next, Qwen3.5, GLM-4.5), for which the source of the number without them is named, and router biases.
+BUILT = {
+    "google-bert/bert-base-uncased": 110e6,  # arXiv 1810.04805, section 3
+    "answerdotai/ModernBERT-base": 149_655_232,
+    "answerdotai/ModernBERT-large": 395_881_664,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "google/gemma-3-4b-pt": 4_300_079_472,
+    "google/gemma-3-12b-pt": 12_187_325_040,
+    "google/gemma-3-27b-pt": 417e6 + 1416e6 + 25_600e6,  # arXiv 2503.19786, table 1
+    "zai-org/GLM-4.5-Air": 106_852_251_264,  # PrimeIntellect/INTELLECT-3, trained from it
+    "zai-org/GLM-4.5": 352_797_829_024,  # Fireworks AI's list of models; with the further layer 358e9
+    "openai/gpt-oss-20b": 20.91e9,  # arXiv 2508.10925, table 1
+    "openai/gpt-oss-120b": 116.83e9,  # the same
+    "ibm-granite/granite-4.0-micro": 3_402_836_480,
+    "ibm-granite/granite-4.0-h-micro": 3_191_396_096,
+    "ibm-granite/granite-4.0-h-tiny": 6_939_037_248,
+    "ibm-granite/granite-4.0-h-small": 32_207_337_984,
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": 108_641_793_536,
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 400e9,  # the model card
+    "mistralai/Ministral-8B-Instruct-2410": 8_019_808_256,
+    "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
+    "nvidia/Nemotron-H-8B-Base-8K": 8.1e9,
+    "allenai/OLMo-2-0425-1B": 1_484_916_736,
+    "allenai/OLMo-2-1124-7B": 7_298_617_344,
+    "allenai/OLMo-2-1124-13B": 13_716_198_400,
+    "allenai/OLMo-2-0325-32B": 32_234_279_936,
+    "allenai/Olmo-3-1025-7B": 7_298_011_136,
+    "allenai/Olmo-3-1125-32B": 32_233_522_176,
+    "microsoft/phi-4": 14_659_507_200,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,  # Qwen3-Coder-Next, which has the same sizes
+    "Qwen/Qwen3.5-9B": 9_409_813_744,  # KerasHub, models/qwen3_5/qwen3_5_presets.py
+    "Qwen/Qwen3.5-27B": 27_356_728_560,  # the same
+    "Qwen/Qwen3.5-35B-A3B": 35_107_181_936,  # KerasHub, models/qwen3_5_moe/qwen3_5_moe_presets.py
+    "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "google-t5/t5-base": 222_903_552,
+    "openai/whisper-small": 241_734_912,
+    "openai/whisper-large-v3": 1_543_490_560,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_total(name):
     spec = model(name)
     assert spec.parameters + spec.router_bias == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_class_has_the_published_total_and_so_has_the_preset(name):
+    spec = model(name)
+    built = sum(parameter.numel() for parameter in on_meta(spec, Training(attention="eager")).parameters())
+    assert built == spec.parameters == sum(spec.parameters_by_component.values())
+    assert built == pytest.approx(BUILT[name], rel=0.005)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_an_estimate_of_a_preset_answers_without_its_class(name):
+    """As in a browser: the formulas of its family, or those of a plain transformer."""
+    run = Training(micro_batch=1, seq_len=min(512, model(name).max_positions), precision="bf16")
+    report = estimated(model(name), run, "H100")
+    assert report.peak_allocated > 8 * model(name).parameters  # weights, gradients and two moments in bf16
+    assert report.step_seconds > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
@@ -73,7 +137,8 @@ def test_the_closed_form_with_the_position_term_is_gpt2(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "active"), [("Mixtral-8x7B", 12.9e9), ("Qwen3-30B-A3B", 3.3e9), ("Qwen3-235B-A22B", 22e9)]
+    ("name", "active"),
+    [("Mixtral-8x7B", 12.9e9), ("Qwen3-30B-A3B", 3.3e9), ("Qwen3-235B-A22B", 22e9)],
 )
 def test_active_parameters_are_what_the_makers_say(name, active):
     assert model(name).active_parameters == pytest.approx(active, rel=0.02)

@@ -8,16 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmlab as lab
+from llmlab.traces.kernels import Kernel, KernelFormula, KernelTrace
 from llmlab.traces.points import points, range_of
+from llmlab.traces.polynomials import Monomial, polynomial_through, value_of
 from llmlab.traces.store import find, keep
 from llmlab.traces.trace import Moment, Term, Trace, block_of
 
 MiB = 2**20
-WEIGHT = Term(0, (3 * MiB,), "weights", "model.layers.*.mlp", "empty")
-SCORES = Term(1, (0.0, 0.0, 32.0), "activations", "model.layers.*.self_attn", "bmm")
+WEIGHT = Term((Monomial(3 * MiB, 0, 0),), "weights", "model.layers.*.mlp", "empty")
+SCORES = Term((Monomial(32.0, 1, 2),), "activations", "model.layers.*.self_attn", "bmm")
 TRACE = Trace(
     groups=2, fixed=False, terms=(WEIGHT, SCORES),
     moments=(Moment("forward", "bmm in model.layers.1.self_attn", {0: (2, 1), 1: (1, 0)}),),
+    kernels=KernelTrace((KernelFormula(Kernel("aten::bmm", "matmul", "bf16", 0, 0, (), 1, False, "forward"),
+                                       ((Monomial(64.0, 1, 2),),) * 5),), (0,), (0, 0)),
 )  # fmt: skip
 
 
@@ -80,3 +84,13 @@ def test_a_trace_is_kept_for_its_range_and_made_anew_if_its_file_is_broken(tmp_p
     for broken in ("", "{}", "[]", '{"groups": 1, "fixed": false, "terms": [[0]], "moments": []}', "\x00"):
         file.write_text(broken)
         assert find(spec, run, card) is None
+
+
+@given(st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 2)), st.integers(1, 2**24), min_size=1, max_size=3))
+def test_a_polynomial_is_found_again_from_its_values(factors):
+    """Of at most three monomials, by four points; it may be another one through the same points."""
+    at = (4, 1024), (4, 1536), (3, 2016), (5, 1024)
+    polynomial = tuple(Monomial(factor, *powers) for powers, factor in factors.items())
+    values = tuple(value_of(polynomial, *point) for point in at)
+    found = polynomial_through(values, at)
+    assert found is not None and [value_of(found, *point) for point in at] == list(values)

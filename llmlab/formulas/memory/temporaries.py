@@ -16,6 +16,7 @@ from .stacks.blocks import block_of
 from .stacks.described import EXPERTS, Block, Height, Kept, by_kind, saved
 from .stacks.torchtune import DEQUANTIZING
 from .states import States, expert_tensor
+from .tower import tower_activations
 
 
 class LossBytes(NamedTuple):
@@ -58,7 +59,7 @@ def outer_activations(share: Share) -> int:
         if run.lora is None:
             width += b.residual * spec.hidden if spec.norm == "rmsnorm" and not fused else 0
             head_input = share.tokens * b.compute * spec.hidden  # gathered whole, as `activations.per_device` says
-    return share.tokens * width // share.sequence_ranks + head_input
+    return share.tokens * width // share.sequence_ranks + head_input + tower_activations(share)
 
 
 def between_stages(share: Share) -> int:
@@ -106,7 +107,7 @@ def loss_bytes(share: Share) -> LossBytes:
     need them, and `loss = model(...).loss` frees them at once. flash-attn's loss keeps the logits instead.
     """
     spec, run, c = share.spec, share.run, share.bytes.compute
-    if not share.last:
+    if not share.last or run.num_labels:  # a classifier's logits are a few numbers
         return LossBytes()
     if run.kernels == "liger":
         chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp  # never whole

@@ -50,7 +50,8 @@ class Product(NamedTuple):
 def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
     """Return every product with weights: linear layers, adapters, router and experts."""
     first = gradients_of_first_block(spec, run)
-    found = [each for linear in spec.linears for each in _linear(spec, run, linear, first)]
+    linears = spec.block_linears if run.num_labels else spec.linears  # a classifier's head reads one token
+    found = [each for linear in linears for each in _linear(spec, run, linear, first)]
     return (*found, *_experts(spec, run))
 
 

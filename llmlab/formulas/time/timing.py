@@ -16,6 +16,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
 from ...specs.stacks import DeepSpeed, Megatron, Torchtitan
 from ..memory.share import attention_kernel, masked_layers
+from ..uncounted import uncounted
 from .distributed import Step, computation, step
 from .efficiency import Efficiency, efficiencies
 from .flops import Flops, head_sizes
@@ -74,6 +75,11 @@ def timing(
 ) -> Timing:
     """Return how long a step of `run` takes on `card`, or a generation, of which the seconds alone are known. With a
     step that was `traced` its own passes and update count, and what ranks send is as ever."""
+    found = _timing(spec, run, card, cluster, traced)
+    return found if traced else replace(found, notes=(*found.notes, *uncounted(spec, run)))
+
+
+def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None, traced: Traced | None) -> Timing:
     if card is None:
         return Timing()
     if not isinstance(run, Training):
@@ -89,7 +95,7 @@ def timing(
     shapes = outside(spec, run, found)
     if traced and shapes.sooner:  # a trace has its products' times as if all rows were whole
         products = dict(traced.passes.products)
-        products["head"] += shapes.sooner
+        products["head"] = products.get("head", 0.0) + shapes.sooner
         traced = traced._replace(passes=traced.passes._replace(products=products))
     try:
         known = computation(spec, run, card, traced)

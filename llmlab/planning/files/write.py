@@ -109,6 +109,10 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
 def program(spec: ModelSpec, run: Training) -> str:
     """Return the file that starts `run`: train.py, torchtitan.toml or megatron_args.txt. Raises SpecError, with the
     reason of each, where none of them can."""
+    if run.images or run.num_labels:
+        given = f"images={run.images}" if run.images else f"num_labels={run.num_labels}"
+        raise SpecError(f"{given}: the files that llmlab writes train language models of text; try your own script "
+                        "with llmlab run")  # fmt: skip
     able: dict[str, Callable[[], object]] = {
         "train.py": lambda: kind(run), "torchtitan.toml": lambda: torchtitan_config(run, spec.name),
         "megatron_args.txt": lambda: megatron_arguments(run, spec),

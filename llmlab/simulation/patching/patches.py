@@ -32,7 +32,7 @@ from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
 from ..values.known import forget, know, known
-from ..values.placeholders import warn_of
+from ..values.placeholders import refuse, warn_of
 from .autocast import CAST_ONLY, impl_cuda_autocast
 from .sdpa import attention
 from .sync_batch_norm import FAKE_KERNELS
@@ -49,6 +49,7 @@ def fake_parameters() -> Iterator[None]:
         stack.callback(library._destroy)
         library.impl("linear", _linear, "AutogradCPU")
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", _tolist))
         try:
             from transformers import masking_utils
         except ImportError:
@@ -60,6 +61,15 @@ def fake_parameters() -> Iterator[None]:
                 not_fake = lambda tensor=None: real()  # noqa: E731
                 stack.enter_context(mock.patch.object(masking_utils, "is_tracing", not_fake))
         yield
+
+
+def _tolist(tensor: Tensor) -> Any:
+    """Return the values of a fake tensor as lists."""
+    value = known(tensor)
+    if value is None:
+        raise refuse("Tensor.tolist", "reads values")
+    with disable_current_modes():
+        return value.tolist()
 
 
 def no_end_of_sequence() -> AbstractContextManager:
@@ -193,15 +203,23 @@ def made_on_card(
 
 
 def tensors_on_card() -> AbstractContextManager:
-    """Let torch.tensor make tensors on the card; for "cpu:0" torch itself makes them on the host."""
+    """Let torch.tensor make tensors on the card; for "cpu:0" torch itself makes them on the host. Single numbers in
+    fake tensors are read, as torch reads those in real ones."""
     symbol("torch.utils._device._device_constructors")()  # cached at its first call: with torch's own, not with ours
     real = torch.tensor
 
     def tensor(data: Any, **kwargs: Any) -> Tensor:
         on_card = kwargs.get("device") is not None and torch.device(kwargs["device"]) == GPU_DEVICE
+        data = _numbers(data)
         return made_on_card(real, data, **kwargs) if on_card else real(data, **kwargs)
 
     return mock.patch.object(torch, "tensor", tensor)
+
+
+def _numbers(data: Any) -> Any:
+    if type(data) in (list, tuple):
+        return [_numbers(each) for each in data]
+    return _tolist(data) if isinstance(data, FakeTensor) and not data.dim() and known(data) is not None else data
 
 
 def held_random_states(engine: Engine) -> AbstractContextManager:

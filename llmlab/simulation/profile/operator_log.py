@@ -7,7 +7,7 @@ read and write once: each argument and each output, a repeated (expanded) dimens
 
 from __future__ import annotations
 
-from math import isclose, nan, prod
+from math import nan, prod
 from typing import Any
 
 import torch
@@ -18,14 +18,15 @@ from ...base.compat import arg_tree_leaves, current_graph_task_id
 from ...base.errors import NotAvailable
 from ...formulas.time.efficiency import Efficiency, efficiency
 from ...formulas.time.kernels import Kernels, kernels
-from ...formulas.time.step import Passes, Traced
+from ...formulas.time.operators import Stretch, Timing, durations, grids, host_seconds, kernel_seconds, timing
+from ...formulas.time.step import Traced
 from ...hardware.gpu import GPU
 from ...recording.timing import ATTENTION_FLOPS
+from ...traces.kernels import Kernel
 from ..values.collectives import COLLECTIVES
 from ..workspaces.bitsandbytes import multiplies_packed
 from ..workspaces.none import is_view
 from ..workspaces.registry import Operator
-from .roofline import Kernel, Stretch, Timing, fused_attention, host_seconds, kernel_seconds, timing
 
 aten = torch.ops.aten
 
@@ -36,7 +37,6 @@ WRITES_ONLY = frozenset((
     "aten::fill_", "aten::normal_", "aten::uniform_", "aten::nll_loss_backward", "aten::zeros", "aten::ones",
 ))  # fmt: skip
 ADDING = frozenset(("aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"))  # to their first argument
-BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))
 PRODUCTS = ADDING | {"aten::mm", "aten::bmm"}
 # FlopCounterMode does not know the products that add in place: they count as those that do not.
 OUT_OF_PLACE = {"aten::addmm_": aten.addmm, "aten::baddbmm_": aten.baddbmm}
@@ -115,20 +115,8 @@ class Operators(list):
     def traced(self, logits: int) -> Traced | None:
         """Return the passes of the step by what takes them, and its update; None where `seconds` is. What works on as
         many elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
-        before = [kernel for kernel in self if kernel.phase != "optimizer"]
-        whole, passed = self._timing(self), self._timing(before)
-        if whole is None or passed is None or self._kernels is None:
-            return None
-        found = dict.fromkeys(("products", "head", "attention", "elementwise", "loss"), 0.0)
-        for kernel in before:
-            seconds = kernel_seconds(kernel, self._kernels.operators, self._grids)
-            found[_takes(kernel, logits)] += seconds or 0.0
-        # What the card waited for, the host took; it may have been the slower one in a part of the step alone.
-        host = passed.host if isclose(passed.step, passed.card) else passed.step
-        products = {"blocks": found["products"], "head": found["head"]}
-        passes = Passes(products, found["attention"], found["elementwise"], found["loss"], host)
-        fused = next((fused_attention(kernel) for kernel in before if kernel.kind == "attention"), "eager")
-        return Traced(passes, whole.step - passed.step, fused)
+        found = durations(self, logits, self._kernels) if self._kernels else None
+        return found.traced if found else None
 
     def _timing(self, operators: list[Kernel | Stretch]) -> Timing | None:
         return timing(operators, self._kernels.operators, self._grids) if self._kernels else None
@@ -149,8 +137,7 @@ class Operators(list):
 
     @property
     def _grids(self) -> Kernels | None:
-        """The kernels that products and attention take, unless this card's rates were fitted to whole steps."""
-        return None if self._kernels is None or self._kernels.kind == "fitted" else self._kernels
+        return grids(self._kernels) if self._kernels else None
 
     def by_operator(self) -> dict[tuple[str, str], tuple[float, float, float]]:
         """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP per element.
@@ -241,17 +228,6 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int,
 LAUNCHES = {"aten::embedding_dense_backward": 20, "aten::slice_backward": 2}
 # aten/src/ATen/native/cuda/MultiTensorApply.cuh: 320 blocks of 64 Ki elements per launch.
 FOREACH_ELEMENTS = 320 * 65536
-
-
-def _takes(kernel: Kernel, logits: int) -> str:
-    """Return the part of a step's passes that a kernel counts for; batched products are those of eager attention."""
-    if "attention" in kernel.kind or kernel.name in BATCHED:
-        return "attention"
-    if kernel.kind == "matmul":
-        _, rows, columns, inner = kernel.shape
-        return "head" if logits in (rows * columns, rows * inner, columns * inner) else "products"
-    elements = kernel.shape[0] if kernel.shape else kernel.bytes // 2  # of a compiled kernel the bytes alone are known
-    return "loss" if elements >= logits else "elementwise"
 
 
 def _classify(

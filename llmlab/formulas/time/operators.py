@@ -7,42 +7,23 @@ runs ahead; where they are short the card waits for it, and the step takes as lo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from math import isnan
+from math import isclose, isnan
 from typing import NamedTuple
 
-from ...formulas.time.efficiency import Efficiency
-from ...formulas.time.host import COMPILED
-from ...formulas.time.kernels import Kernels
 from ...hardware.gpu import DTYPES
+from ...specs.model import ModelSpec
+from ...specs.run import Training
+from ...traces.kernels import Kernel
+from .efficiency import Efficiency
+from .host import COMPILED
+from .kernels import Kernels
+from .step import Passes, Traced
 
 TILE = 64  # rows and columns of a block of a product small enough that libraries still choose it
 SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their own
-
-
-class Kernel(NamedTuple):
-    """One operator: `kind` is "matmul", "attention", "attention backward", "gather", "strided", "serial", "memory",
-    "sent" (a collective, whose time is no kernel's: formulas/time/distributed.py) or "none" (a view): what its time
-    depends on.
-
-    `shape` is (batch, M, N, K) of a product, (batch · heads, T, S, head size, causal) of attention, else (elements of
-    the largest tensor,). `launches` is how many kernels it starts, `backward` whether autograd's engine calls it,
-    `phase` the phase of the step it runs in. `again` bytes more are moved where rows of `row` bytes do not fit in the
-    cache. `compiled`: a graph that torch.compile made starts it, not Python, operator by operator.
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    flops: int
-    bytes: int
-    shape: tuple[int, ...]
-    launches: int
-    backward: bool
-    phase: str
-    again: int = 0
-    row: int = 0
-    compiled: bool = False
+BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))  # the products of eager attention
 
 
 OFF_CARD = ("none", "sent")  # kinds that take no time of a kernel
@@ -165,3 +146,76 @@ def timing(kernels: Sequence[Kernel | Stretch], rates: Efficiency, measured: Ker
             free = max(free, started) + seconds
             card += seconds
     return Timing(max(free, started), card, started)
+
+
+def logits_of(spec: ModelSpec, run: Training) -> int:
+    """Return how many logits a micro-batch has on one rank."""
+    return run.micro_batch * run.num_labels if run.num_labels else run.tokens // run.cp * spec.vocab // run.tp
+
+
+def grids(found: Kernels) -> Kernels | None:
+    """Return the kernels that products and attention take, unless this card's rates were fitted to whole steps."""
+    return None if found.kind == "fitted" else found
+
+
+class Durations(NamedTuple):
+    """Seconds of a step's operators.
+
+    The first five are the card's in forward and backward passes, by what takes them, and `card` is their sum. `host` is
+    what the CPU takes to start these operators. `passes` is the time until the last of them ends, `step` the time until
+    the update ends. `kernel` computed attention, as `share.attention_kernel` names it.
+    """
+
+    products: float
+    head: float
+    attention: float
+    elementwise: float
+    loss: float
+    card: float
+    host: float
+    passes: float
+    step: float
+    kernel: str
+
+    @property
+    def traced(self) -> Traced:
+        """What the time of a step is made of."""
+        # What the card waited for, the host took; it may have been the slower one in a part of the step alone.
+        host = self.host if isclose(self.passes, self.card) else self.passes
+        products = {"blocks": self.products, "head": self.head}
+        passes = Passes(products, self.attention, self.elementwise, self.loss, host)
+        return Traced(passes, self.step - self.passes, self.kernel)
+
+    def extrapolated(self, deep: Durations, groups: int) -> Durations:
+        """Return the seconds with `groups` more groups of layers, given those of a step with one more, `deep`."""
+        pairs = zip(self._asdict().items(), deep, strict=True)
+        more = {name: here + groups * (there - here) for (name, here), there in pairs if name != "kernel"}
+        return self._replace(**more)
+
+
+def durations(operators: Sequence[Kernel], logits: int, found: Kernels) -> Durations | None:
+    """Return the seconds of a step's operators in their order; None where a rate is not known. What works on as many
+    elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
+    rates, measured = found.operators, grids(found)
+    before = [kernel for kernel in operators if kernel.phase != "optimizer"]
+    whole, passed = timing(operators, rates, measured), timing(before, rates, measured)
+    if whole is None or passed is None:
+        return None
+    times = dict.fromkeys(("products", "head", "attention", "elementwise", "loss"), 0.0)
+    counts = Counter(map(id, before))
+    for kernel in {id(kernel): kernel for kernel in before}.values():
+        seconds = kernel_seconds(kernel, rates, measured) or 0.0
+        times[_takes(kernel, logits)] += counts[id(kernel)] * seconds
+    fused = next((fused_attention(kernel) for kernel in before if kernel.kind == "attention"), "eager")
+    return Durations(**times, card=passed.card, host=passed.host, passes=passed.step, step=whole.step, kernel=fused)
+
+
+def _takes(kernel: Kernel, logits: int) -> str:
+    """Return the part of a step's passes that a kernel counts for; batched products are those of eager attention."""
+    if "attention" in kernel.kind or kernel.name in BATCHED:
+        return "attention"
+    if kernel.kind == "matmul":
+        _, rows, columns, inner = kernel.shape
+        return "head" if logits in (rows * columns, rows * inner, columns * inner) else "products"
+    elements = kernel.shape[0] if kernel.shape else kernel.bytes // 2  # of a compiled kernel the bytes alone are known
+    return "loss" if elements >= logits else "elementwise"

@@ -1,0 +1,44 @@
+"""Traces made where there are none yet: once for a model and the options of its run, then kept."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from ..base.errors import NotAvailable
+from ..hardware.gpu import GPU
+from ..hardware.gpu import gpu as find_gpu
+from ..specs.check import check
+from ..specs.model import ModelSpec
+from ..specs.run import Run, Training
+from ..traces.store import find, has_trace, keep
+from ..traces.trace import Trace
+
+_announced: set[str] = set()  # models
+_without: set[tuple[str, Training, str]] = set()  # config, run and card of steps that have no trace
+
+
+def trace_of(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
+    """Return the trace of `run`, which is made and kept if there is none yet; None where none can be made, as without
+    torch."""
+    if (isinstance(gpu, str) and gpu.lower() == "cpu") or not has_trace(run):
+        return None
+    card = find_gpu(gpu)
+    run = check(spec, run, card)
+    assert isinstance(run, Training)
+    key = spec.config_json, run, card.name
+    if (found := find(spec, run, card)) or key in _without or not all(map(find_spec, ("torch", "transformers"))):
+        return found
+    from .tracing import derived
+
+    if spec.name not in _announced:
+        _announced.add(spec.name)
+        kept = "this takes seconds for each new set of options, and is kept"
+        print(f"Deriving the formulas of {spec.name} from the code of transformers; {kept}.", file=sys.stderr)
+    try:
+        trace = derived(spec, run, card)
+    except NotAvailable:
+        _without.add(key)
+        return None
+    keep(spec, run, card, trace)
+    return trace

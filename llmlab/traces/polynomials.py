@@ -1,0 +1,77 @@
+"""Polynomials of the sizes of a step, B sequences of T tokens, and those through given points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import combinations, product
+from typing import NamedTuple
+
+MOST = 3  # monomials of a sum
+
+
+class Monomial(NamedTuple):
+    """`factor` · B ** `batch` · T ** `tokens`."""
+
+    factor: float
+    batch: int
+    tokens: int
+
+
+Polynomial = tuple[Monomial, ...]
+
+
+def value_of(polynomial: Polynomial, batch: int, tokens: int) -> int:
+    """Return the value at B sequences of T tokens.
+
+    >>> value_of((Monomial(2.0, 1, 1), Monomial(5.0, 0, 0)), 4, 100)
+    805
+    """
+    return round(sum([factor * batch**power * tokens**degree for factor, power, degree in polynomial]))
+
+
+def constant(value: float) -> Polynomial:
+    """Return the polynomial that is `value` everywhere."""
+    return (Monomial(value, 0, 0),)
+
+
+@lru_cache(maxsize=1 << 14)
+def polynomial_through(values: tuple[int, ...], at: tuple[tuple[int, int], ...]) -> Polynomial | None:
+    """Return the polynomial with the fewest monomials, at most `MOST` and at least one fewer than there are points,
+    that has these `values` at these (B, T); None where there is none.
+
+    >>> polynomial_through((210, 410, 605, 810), ((1, 100), (2, 100), (3, 100), (4, 100))) is None
+    True
+    >>> polynomial_through((210, 410, 610, 810), ((1, 100), (2, 100), (3, 100), (4, 100)))
+    (Monomial(factor=10.0, batch=0, tokens=0), Monomial(factor=200.0, batch=1, tokens=0))
+    """
+    degrees = range(3 if len({tokens for _, tokens in at}) > 1 else 1)
+    powers = list(product(range(3), degrees))
+    for count in range(1, min(MOST, len(at) - 1) + 1):
+        for chosen in combinations(powers, count):
+            rows = [[Fraction(batch**power * tokens**degree) for power, degree in chosen] for batch, tokens in at]
+            factors = _solved(rows[:count], values[:count])
+            if factors and all(_sum(factors, row) == value for row, value in zip(rows, values, strict=True)):
+                pairs = zip(factors, chosen, strict=True)
+                return tuple(Monomial(float(factor), *power) for factor, power in pairs)
+    return None
+
+
+def _sum(factors: Sequence[Fraction], row: Sequence[Fraction]) -> Fraction:
+    return sum((factor * one for factor, one in zip(factors, row, strict=True)), Fraction(0))
+
+
+def _solved(rows: Sequence[Sequence[Fraction]], values: Sequence[int]) -> list[Fraction] | None:
+    """Return the solution of as many equations as unknowns, by Gauss and Jordan; None where it is not one alone."""
+    system = [[*row, Fraction(value)] for row, value in zip(rows, values, strict=True)]
+    for column in range(len(system)):
+        pivot = next((number for number in range(column, len(system)) if system[number][column]), None)
+        if pivot is None:
+            return None
+        system[column], system[pivot] = system[pivot], system[column]
+        system[column] = [value / system[column][column] for value in system[column]]
+        for number, row in enumerate(system):
+            if number != column:
+                system[number] = [a - row[column] * b for a, b in zip(row, system[column], strict=True)]
+    return [row[-1] for row in system]
