@@ -3,7 +3,7 @@
 Decode steps differ in nothing but the length of the cache. The requests of two steps in a row to the allocator are
 recorded in their order; each size is then a + b · i, with i the number of the step, and the scratch of a kernel is what
 its workspace function yields for the shapes of step i. Before and after each step the allocator is exactly as if the
-step had run, although small requests of repeated layers are skipped (decode_player.py). Every so often a step runs
+step had run, although small requests of repeated layers are skipped (decode_requests.py). Every so often a step runs
 after all, and its requests must be the predicted ones. Where they are not, because a sliding window is full for
 example, `Mispredicted` tells between which two steps all are to run.
 
@@ -21,23 +21,14 @@ from torch import Tensor, nn
 
 from ..base.compat import disable_current_modes
 from ..specs.run import Inference
-from .allocator.caching import Allocator
-from .decode_player import Played, Player
 from .decode_record import DecodeStep, Living, StepRecorder, alike, on_line
+from .decode_requests import Replayed, Replayer
 from .engine.engine import Engine
 from .profile.operator_log import Operators
 
 FEW = 24  # steps: a generation of as many runs them all
 FIRST = 4  # steps that run at the beginning: the prompt's, and one that may be the first to use a library's handle
 APART = 33  # steps, from one that runs to the next; odd, so that these are of every remainder by 2, 4, 8, 16
-
-
-class Released(Exception):
-    """Step `at` skipped requests and gave cached segments back, which depends on all requests before: from this step on
-    none may be skipped."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
 
 
 class Mispredicted(Exception):
@@ -60,27 +51,24 @@ def steps_that_run(run: Inference, window: int | None) -> set[int]:
 class Decoder:
     """Stands in the place of a model in `step.generate`: a call runs the model, or replays a decode step.
 
-    `runs` are the numbers of the calls that run; others run too where nothing can be predicted. From step `in_full` on,
-    no request is skipped.
+    `runs` are the numbers of the calls that run; others run too where nothing can be predicted.
     """
 
-    def __init__(
-        self, model: nn.Module, engine: Engine, operators: Operators, runs: set[int], in_full: int | None = None
-    ) -> None:
-        self.model, self.engine, self.operators, self.runs, self.in_full = model, engine, operators, runs, in_full
+    def __init__(self, model: nn.Module, engine: Engine, operators: Operators, runs: set[int]) -> None:
+        self.model, self.engine, self.operators, self.runs = model, engine, operators, runs
         self.calls, self.last_run = 0, -1
         self.before: DecodeStep | None = None  # the last step that ran
         self.line: tuple[int, DecodeStep, DecodeStep] | None = None  # the number of a step, that step, and the next one
-        self.player: Player | None = None  # of the steps on this line
-        self.highest: Played | None = None  # the replayed step with the highest peak
+        self.replayer: Replayer | None = None  # of the steps on this line
+        self.highest: Replayed | None = None  # the replayed step with the highest peak
         self.replayed: list[Tensor] = []  # the cache after a replayed step; empty after one that ran
 
     def __call__(self, input_ids: Tensor, past_key_values: Any, **options: Any) -> Any:
         number, self.calls = self.calls, self.calls + 1
         replayed = number - self.last_run > 1
         try:
-            if self.player is not None and number not in self.runs:
-                return self._replay(self.player, number, past_key_values)
+            if self.replayer is not None and number not in self.runs:
+                return self._replay(self.replayer, number, past_key_values)
             if replayed and self.line is not None:
                 self._give_shape(_predicted(*self.line, number - 1), past_key_values)
             output, step = self._run(input_ids, past_key_values, options)
@@ -92,12 +80,12 @@ class Decoder:
         if not replayed:
             one = self.before
             self.line = (number - 1, one, step) if one and step and alike(one, step) else None
-            self.player = Player(self.engine, self.operators, *self.line[1:]) if self.line else None
+            self.replayer = Replayer(self.engine, *self.line[1:]) if self.line else None
         elif self.line is None or _predicted(*self.line, number) != step:
             raise Mispredicted(self.last_run, number)
         self.before, self.last_run, self.replayed = step, number, []
         if number == max(self.runs) and self.highest is not None:
-            self.highest.show_all(self.engine)
+            self.highest.add_small_events(self.engine)
         return output
 
     def _run(self, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> tuple[Any, DecodeStep | None]:
@@ -116,28 +104,21 @@ class Decoder:
         requests, kernels = tuple(record.requests), tuple(self.operators[first:])
         return output, DecodeStep(requests, kernels, living, counters)
 
-    def _replay(self, player: Player, number: int, cache: Any) -> SimpleNamespace:
+    def _replay(self, replayer: Replayer, number: int, cache: Any) -> SimpleNamespace:
         """Make the requests of step `number`; return an output with its logits."""
         assert self.line is not None
-        cached, retries, steps = _cached(cache), self._retries, number - self.line[0]
+        cached, steps = _cached(cache), number - self.line[0]
         held = [self.engine.held(each) for each in cached]
-        can_skip = self.in_full is None or number < self.in_full
-        played = player.play(steps, [each.address for each in held], can_skip)
-        if can_skip and self._retries != retries:
-            raise Released(number)
-        if self.highest is None or played.peak > self.highest.peak:
-            self.highest = played
-        *addresses, logits = played.living
+        step = replayer.replay(steps, [each.address for each in held])
+        if self.highest is None or step.peak > self.highest.peak:
+            self.highest = step
+        *addresses, logits = step.living
         for storage, address in zip(held, addresses, strict=True):
             storage.address = address
+        if self.engine.watch is self.operators:
+            self.operators.extend(replayer.kernels(steps))
         self.replayed = cached
-        return SimpleNamespace(logits=self._made(player.logits(steps), logits))
-
-    @property
-    def _retries(self) -> int:
-        """How often the allocator gave cached segments back for want of room."""
-        memory = self.engine.memory
-        return memory.statistics.num_alloc_retries if isinstance(memory, Allocator) else 0
+        return SimpleNamespace(logits=self._made(replayer.logits(steps), logits))
 
     def _give_shape(self, step: DecodeStep, cache: Any) -> None:
         """Let the cache be as it is after `step`."""

@@ -42,7 +42,7 @@ from .allocator.config import blocks_of
 from .allocator.memory import HostMemory
 from .capability import capability_of
 from .card import Card
-from .decode_replay import Decoder, Mispredicted, Released, steps_that_run
+from .decode_replay import Decoder, Mispredicted, steps_that_run
 from .devices import HOST
 from .distributed.notes import notes as rank_notes
 from .distributed.torch_engines import checked, fake_ranks
@@ -160,13 +160,10 @@ def recorded(
         capability_of(card)
     window = spec.config.get("sliding_window")
     runs = steps_that_run(run, window) if isinstance(run, Inference) else set()
-    in_full: int | None = None
     with exclusive("simulate()"):
         while True:
             try:
-                return _take(spec, run, card, runs, in_full, allocator, on_phase, load_order, stage)
-            except Released as step:
-                in_full = step.at
+                return _take(spec, run, card, runs, allocator, on_phase, load_order, stage)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
             except Exception as error:  # of a class that was never tried with this run
@@ -190,12 +187,10 @@ def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
 
 
 def _take(
-    spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], in_full: int | None,
-    allocator: Callable[[int], Allocator], on_phase: Callable[[str | None], None] | None, load_order: LoadOrder,
-    stage: int,
+    spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], allocator: Callable[[int], Allocator],
+    on_phase: Callable[[str | None], None] | None, load_order: LoadOrder, stage: int,
 ) -> StepRecording:  # fmt: skip
-    """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not;
-    from number `in_full` on, these make each request."""
+    """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     own, host = stack_of(run), None
     gc.collect()
     with swept() as look, ExitStack() as stack:
@@ -221,8 +216,8 @@ def _take(
         stack.enter_context(pinned_attention(run))
         with recording.watched(), nullcontext() if host else engine:
             try:
-                _steps(spec, run, recording, runs, in_full, ranks, load_order, stage)
-            except (Mispredicted, Released):
+                _steps(spec, run, recording, runs, ranks, load_order, stage)
+            except Mispredicted:
                 engine.stop()  # in the midst of a step, tensors are not where the engine knows them to be
                 raise
             except torch.OutOfMemoryError:
@@ -239,8 +234,8 @@ def _take(
 
 
 def _steps(
-    spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], in_full: int | None, ranks: Ranks | None,
-    load_order: LoadOrder, stage: int,
+    spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], ranks: Ranks | None, load_order: LoadOrder,
+    stage: int,
 ) -> None:  # fmt: skip
     engine = recording.engine
     if isinstance(run, Inference):
@@ -270,7 +265,7 @@ def _steps(
         recording.reserved_before = engine.memory.peak_reserved
         engine.memory.reset_peak()
     if isinstance(run, Inference):
-        step = recording.step = replace(step, decoder=Decoder(step.model, engine, recording.operators, runs, in_full))
+        step = recording.step = replace(step, decoder=Decoder(step.model, engine, recording.operators, runs))
     step(recording.enter)
 
 

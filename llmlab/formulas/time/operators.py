@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import isclose, isnan
+from math import isclose
 from typing import NamedTuple
 
 from ...hardware.gpu import DTYPES
@@ -26,19 +26,6 @@ SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their 
 BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))  # the products of eager attention
 
 
-OFF_CARD = ("none", "sent")  # kinds that take no time of a kernel
-
-
-class Stretch(NamedTuple):
-    """Kernels in a row, as one: their FLOP, the seconds of starting them and of running them, and the seconds from the
-    first start to the end of the last on an idle card; NaN where a rate is not known."""
-
-    flops: int
-    host: float
-    card: float
-    alone: float
-
-
 class Timing(NamedTuple):
     """Seconds: of the step, of all its kernels, and of starting them."""
 
@@ -50,7 +37,7 @@ class Timing(NamedTuple):
 def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None = None) -> float | None:
     """Return the seconds a kernel takes on the card; None where its rate was never measured. Products and attention
     take what `measured` says, where it is given, else they run at one of the `rates`."""
-    if kernel.kind in OFF_CARD:
+    if kernel.kind in ("none", "sent"):
         return 0.0
     moved = kernel.bytes
     # Each multiprocessor runs two blocks of 1024 threads, and each block goes over a row.
@@ -122,7 +109,7 @@ def host_seconds(kernel: Kernel, rates: Efficiency) -> float:
     return seconds
 
 
-def timing(kernels: Sequence[Kernel | Stretch], rates: Efficiency, measured: Kernels | None = None) -> Timing | None:
+def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | None = None) -> Timing | None:
     """Return the time of kernels that run in this order on an otherwise idle card; None where a rate is not known.
 
     A kernel begins when it has been started and the one before it has ended.
@@ -130,19 +117,13 @@ def timing(kernels: Sequence[Kernel | Stretch], rates: Efficiency, measured: Ker
     started = free = card = 0.0
     known: dict[int, tuple[float | None, float]] = {}  # by identity: a long generation repeats the same ones
     for kernel in kernels:
-        if isinstance(kernel, Stretch):
-            if isnan(kernel.card):
-                return None
-            free = max(free + kernel.card, started + kernel.alone)
-            started, card = started + kernel.host, card + kernel.card
-            continue
         if id(kernel) not in known:
             known[id(kernel)] = kernel_seconds(kernel, rates, measured), host_seconds(kernel, rates)
         seconds, starting = known[id(kernel)]
         if seconds is None:
             return None
         started += starting
-        if kernel.kind not in OFF_CARD:
+        if kernel.kind not in ("none", "sent"):
             free = max(free, started) + seconds
             card += seconds
     return Timing(max(free, started), card, started)

@@ -10,7 +10,8 @@ bytes of the published T4 records come out to the byte, with the opposite one up
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ...base.errors import SpecError
 from .blocks import ADDRESS, Block, Pool, describe_segment, mapped_from
@@ -18,7 +19,6 @@ from .config import MIN_BLOCK, ROUND_LARGE, SMALL_SEGMENT, SMALL_SIZE, Allocator
 from .driver import UNLIMITED, Driver
 from .memory import AllocatorOutOfMemory
 from .segments import can_grow_to, collect_garbage, grow, release_available, release_blocks
-from .statistics import change_all
 
 
 class Allocator:
@@ -128,9 +128,17 @@ class Allocator:
         """Start the peaks at the current values: torch.cuda.reset_peak_memory_stats."""
         self.statistics.reset_peak()
 
-    def small_blocks(self, stream: int = 0) -> tuple[tuple[int, int], ...]:
-        """Return size and address of the free blocks for small requests."""
-        return tuple((size, address) for size, address, _, _ in self._pools[stream][1].blocks)
+    def small_pool(self, stream: int = 0) -> tuple[Any, ...]:
+        """Return the number of segments for small requests, and the size and address of each free block in them."""
+        segments = self.statistics.small_pool.segment.current
+        return segments, *[(size, address) for size, address, _, _ in self._pools[stream][1].blocks]
+
+    def has_room(self, sizes: Iterable[int]) -> bool:
+        """Return whether no request of `sizes` makes the allocator give cached segments back: whether each could get a
+        segment of its own. In expandable segments, whose pages are given back one by one, this is never certain."""
+        needed = sum(segment_size(round_size(size, self.config), self.config) for size in sizes)
+        within = self._allowed is None or self.reserved + needed <= self._allowed
+        return within and self.driver.has(needed) and not self._expandable
 
     def segments(self) -> list[dict]:
         """Return torch.cuda.memory._snapshot()["segments"] (snapshot), without stack frames."""
@@ -229,11 +237,14 @@ class Allocator:
 
     def _count_allocation(self, pool: Pool, sign: int, size: int, requested: int) -> None:
         for stats in pool.stats:
-            change_all(stats.allocations, (sign, sign * size, sign * requested))
+            stats.allocation.change(sign)
+            stats.allocated_bytes.change(sign * size)
+            stats.requested_bytes.change(sign * requested)
         if size >= self._max_split:
             self.statistics.oversize_allocations.change(sign)
 
     def _count_inactive(self, pool: Pool, count: int, size: int) -> None:
         if not self._expandable:  # whose free pages can always go back
             for stats in pool.stats:
-                change_all(stats.inactive_splits, (count, size))
+                stats.inactive_split.change(count)
+                stats.inactive_split_bytes.change(size)

@@ -30,18 +30,6 @@ class Stat:
                 self.peak = self.current
 
 
-def change_all(stats: tuple[Stat, ...], amounts: tuple[int, ...]) -> None:
-    """Add an amount to each of `stats`, as `Stat.change` does: most of an allocator's time goes here."""
-    for stat, amount in zip(stats, amounts):  # noqa: B905 (as many of both, and strict=True takes longer)
-        stat.current += amount
-        if amount < 0:
-            stat.freed -= amount
-        else:
-            stat.allocated += amount
-            if stat.current > stat.peak:
-                stat.peak = stat.current
-
-
 class Stats:
     """The counts for one size class, or for both; `clock` counts its searches (get_free_blocks_call_count)."""
 
@@ -50,8 +38,6 @@ class Stats:
         self.allocation, self.segment, self.inactive_split = Stat(), Stat(), Stat()
         self.allocated_bytes, self.requested_bytes = Stat(), Stat()
         self.reserved_bytes, self.inactive_split_bytes = Stat(), Stat()
-        self.allocations = self.allocation, self.allocated_bytes, self.requested_bytes
-        self.inactive_splits = self.inactive_split, self.inactive_split_bytes
 
 
 class Statistics:
@@ -86,7 +72,7 @@ class Statistics:
 
     def _named(self) -> Iterator[tuple[str, Stat]]:
         for pool in ("all", "large_pool", "small_pool"):
-            stats = {name: stat for name, stat in vars(getattr(self, pool)).items() if isinstance(stat, Stat)}
+            stats = {name: stat for name, stat in vars(getattr(self, pool)).items() if name != "clock"}
             stats |= {metric: stats[name] for metric, name in ACTIVE.items()}
             yield from ((f"{metric}.{pool}", stat) for metric, stat in stats.items())
         yield from ((name, getattr(self, name)) for name in ("oversize_allocations", "oversize_segments"))

@@ -7,7 +7,7 @@ read and write once: each argument and each output, a repeated (expanded) dimens
 
 from __future__ import annotations
 
-from math import nan, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ...base.compat import arg_tree_leaves, current_graph_task_id
 from ...base.errors import NotAvailable
 from ...formulas.time.efficiency import Efficiency, efficiency
 from ...formulas.time.kernels import Kernels, kernels
-from ...formulas.time.operators import Stretch, Timing, durations, grids, host_seconds, kernel_seconds, timing
+from ...formulas.time.operators import Timing, durations, grids, kernel_seconds, timing
 from ...formulas.time.step import Traced
 from ...hardware.gpu import GPU
 from ...recording.timing import ATTENTION_FLOPS
@@ -75,7 +75,7 @@ def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
 
 class Operators(list):
     """A list of `Kernel` of a step on `gpu`, which an engine fills: `engine.watch = operators`. Who runs the step sets
-    `phase`. Of a generation, a decode step that was replayed is one `Stretch`."""
+    `phase`."""
 
     phase = ""
 
@@ -96,14 +96,6 @@ class Operators(list):
         found = self._timing(self)
         return found.step if found else None
 
-    def costs(self, kernel: Kernel) -> tuple[float, float]:
-        """Return the seconds that a kernel takes on the card, and on the host; NaN where they are not known."""
-        if self._kernels is None:
-            return nan, nan
-        rates = self._kernels.operators
-        seconds = kernel_seconds(kernel, rates, self._grids)
-        return nan if seconds is None else seconds, host_seconds(kernel, rates)
-
     @property
     def untimed(self) -> str | None:
         """The dtype of the first of them whose time on the card is not known, which `seconds` is None for."""
@@ -118,7 +110,7 @@ class Operators(list):
         found = durations(self, logits, self._kernels) if self._kernels else None
         return found.traced if found else None
 
-    def _timing(self, operators: list[Kernel | Stretch]) -> Timing | None:
+    def _timing(self, operators: list[Kernel]) -> Timing | None:
         return timing(operators, self._kernels.operators, self._grids) if self._kernels else None
 
     @property
