@@ -28,6 +28,15 @@ def test_the_formula_is_the_simulation_within_two_percent(settings):
     assert estimated == pytest.approx(simulated, rel=0.02)
 
 
+def test_a_cap_keeps_its_tanh_and_has_a_gradient_of_its_own():
+    gemma = {"model_type": "gemma2", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "head_dim": 64, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 50000,
+             "max_position_embeddings": 512}  # fmt: skip
+    run = lab.Training(B, T, "fp32", attention="eager", kernels="fused-loss")
+    estimated, simulated = (verb(gemma, run, "A100-40GB").peak_allocated for verb in (lab.estimate, lab.simulate))
+    assert estimated == pytest.approx(simulated, rel=0.02)
+
+
 def test_it_saves_the_copies_that_the_usual_loss_makes():
     """Two bytes of each logit and two of its gradient, where transformers' loss has 2 + 4 + 4 + 4."""
     run = lab.Training(B, T, "bf16")
