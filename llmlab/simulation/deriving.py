@@ -37,8 +37,9 @@ def trace_of(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
         print(f"Deriving the formulas of {spec.name} from the code of transformers; {kept}.", file=sys.stderr)
     try:
         trace = derived(spec, run, card)
-    except NotAvailable:
+    except NotAvailable as error:
         _without.add(key)
+        print(f"{error}. The estimate is that of a plain transformer.", file=sys.stderr)
         return None
     keep(spec, run, card, trace)
     return trace

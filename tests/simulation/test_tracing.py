@@ -75,14 +75,15 @@ def test_layers_that_differ_repeat_in_groups():
     assert with_layers(lab.model(T5), 3).layers == 6  # three of each
 
 
-def test_where_nothing_can_be_derived_a_plain_transformer_answers(monkeypatch):
+def test_where_nothing_can_be_derived_a_plain_transformer_answers_and_the_reason_is_printed(monkeypatch, capsys):
     def none(*_):
-        raise tracing.Untraceable("no")
+        raise tracing.Untraceable("the formulas give 2 bytes where a simulation has 3")
 
     monkeypatch.setattr(tracing, "derived", none)
     monkeypatch.setattr(deriving, "_without", set())
     report = lab.estimate(OLMO, lab.Training(precision="bf16"), "A100-80GB")
     assert "plain-transformer" in [note.code for note in report.notes]
+    assert "2 bytes where a simulation has 3. The estimate is that of a plain transformer" in capsys.readouterr().err
 
 
 def test_a_peak_is_explained_by_the_tensors_that_are_alive():
