@@ -17,22 +17,17 @@ from ...plots.schematic import box, finished, label, link, sketch, strip, tensor
 BLOCKS = 4  # drawn of a model that has more
 
 
-def draw_lifetimes(sizes: Mapping[str, int], caption: str) -> Picture:
-    """Return a drawing of the time in a step at which each part is in memory, with its size.
-
-    `sizes`: bytes of weights, gradients, optimizer, activations and logits. Times are not to scale.
-    """
-    times = {"forward": 116, "loss": 198, "backward": 240, "update": 326, "end": 388}
+def draw_lifetimes() -> Picture:
+    """Return a drawing of the time in a step at which each part is in memory. Neither times nor sizes are to scale."""
+    times = {"forward": 98, "loss": 190, "backward": 232, "update": 322, "end": 388}
     forward, loss, backward, update, end = times.values()
-    picture, ax = sketch(338)
+    picture, ax = sketch(264)
     for (name, start), stop in zip(times.items(), [*times.values()][1:], strict=False):
         label(ax, (start + stop) / 2, 14, name, "center", weight="bold")
-        ax.plot([start, start], [24, 302], color=FAINT, zorder=0)
-    rows = {"weights": 34, "optimizer": 74, "gradients": 114, "activations": 160, "logits": 238, "workspace": 274}
+        ax.plot([start, start], [24, 256], color=FAINT, zorder=0)
+    rows = {"weights": 32, "optimizer": 66, "gradients": 100, "activations": 136, "logits": 208, "workspace": 238}
     for name, y in rows.items():
-        label(ax, 12, y + 8, name)
-        if name in sizes:
-            label(ax, 12, y + 24, f"{sizes[name] / GiB:.1f} GiB", color=MUTED)
+        label(ax, 12, y + 11, name)
     box(ax, forward, rows["weights"], end - forward, 24, "always", COLORS["weights"])
     box(ax, forward, rows["optimizer"], update - forward, 24, "from the 2nd step on", WHITE)
     box(ax, update, rows["optimizer"], end - update, 24, "always", COLORS["optimizer"])
@@ -42,19 +37,15 @@ def draw_lifetimes(sizes: Mapping[str, int], caption: str) -> Picture:
     for block in range(BLOCKS):  # the block whose activations are saved first needs them last
         start = forward + (loss - forward) * block / BLOCKS
         stop = update - (update - backward) * block / BLOCKS
-        words = f"block {block + 1}"
-        box(ax, start, rows["activations"] + 16 * block, stop - start, 16, words, COLORS["activations"])
+        box(ax, start, rows["activations"] + 16 * block, stop - start, 16, f"block {block + 1}", COLORS["activations"])
     box(ax, loss - 6, rows["logits"], backward - loss + 12, 22, "", COLORS["logits"])
     for x in range(forward + 8, end - 8, 19):
         box(ax, x, rows["workspace"] + 4, 6, 14, "", COLORS["workspace"])
-    label(ax, 12, 322, caption, color=MUTED)
-    figures = ", ".join(f"{name} {size / GiB:.1f} GiB" for name, size in sizes.items())
     return finished(
         picture,
         "When each part is in memory during a step. Weights: always. Optimizer states: from the first update on. "
         "Gradients: from backward, the last block's first, to the end. A block's activations: from its forward to its "
-        "backward, the first block's longest. Logits: around the loss. Workspace: while operators run. "
-        f"{caption}: {figures}.",
+        "backward, the first block's longest. Logits: around the loss. Workspace: while operators run.",
     )
 
 
@@ -101,13 +92,13 @@ def draw_moments(moments: Mapping[str, Mapping[str, int]], room: int, gpu: str) 
         box(ax, x, y - 6, 12, 12, "", COLORS[part])
         label(ax, x + 18, y, part)
     top = 52
-    ax.plot((limit, limit), (top, top + 44 * len(moments) - 6), color=PALETTE[0], linewidth=2, zorder=5)
     for number, (name, parts) in enumerate(moments.items()):
         y = top + 44 * number
         label(ax, 12, y + 4, name)
+        ax.plot((limit, limit), (y + 12, y + 34), color=PALETTE[0], linewidth=2, zorder=5)
         pieces = [(parts[part], "", COLORS[part]) for part in used if parts.get(part)]
         stop = strip(ax, 12, y + 13, pieces, scale, height=18)
-        label(ax, stop + 8, y + 22, f"{totals[name] / GiB:.1f} GiB", weight="bold")
+        label(ax, max(stop, limit) + 8, y + 22, f"{totals[name] / GiB:.1f} GiB", weight="bold")
     label(ax, 12, top + 44 * len(moments) + 8, f"blue line: the {show_bytes(room)} that a {gpu} has for tensors",
           color=PALETTE[0])  # fmt: skip
     rows = "; ".join(f"{name}: {', '.join(f'{part} {size / GiB:.1f}' for part, size in parts.items() if size)}"
@@ -126,7 +117,7 @@ def draw_segments(segments: Sequence[Mapping[str, Any]], context: int) -> Pictur
     for number, segment in enumerate(ordered):
         y = 12 + 56 * number
         total, used = (segment[f"{name}_size"] / MiB for name in ("total", "allocated"))
-        label(ax, 12, y + 6, f"segment of {total:g} MiB: {used:g} MiB in tensors")
+        label(ax, 12, y + 6, f"segment of {total:g} MiB: {used:g} MiB allocated")
         _draw_blocks(ax, y + 18, segment["blocks"], scale)
     reserved, allocated = (sum(each[f"{name}_size"] for each in ordered) for name in ("total", "allocated"))
     y = 24 + 56 * len(ordered)
@@ -135,7 +126,7 @@ def draw_segments(segments: Sequence[Mapping[str, Any]], context: int) -> Pictur
     strip(ax, 12, y + 12, pieces, 376 / (reserved + context))
     sizes = f"{allocated / MiB:g} MiB allocated, {reserved / MiB:g} MiB reserved"
     label(ax, 12, y + 54, sizes, weight="bold")
-    rows = ", ".join(f"{each['total_size'] / MiB:g} MiB with {each['allocated_size'] / MiB:g} in tensors"
+    rows = ", ".join(f"{each['total_size'] / MiB:g} MiB with {each['allocated_size'] / MiB:g} allocated"
                      for each in ordered)  # fmt: skip
     process = f"{(reserved + context) / MiB:.0f} MiB"
     return finished(picture, f"Segments: {rows}. {sizes}; with the CUDA context the process uses {process}.")
