@@ -121,8 +121,9 @@ def draw_segments(segments: Sequence[Mapping[str, Any]], context: int) -> Pictur
         _draw_blocks(ax, y + 18, segment["blocks"], scale)
     reserved, allocated = (sum(each[f"{name}_size"] for each in ordered) for name in ("total", "allocated"))
     y = 24 + 56 * len(ordered)
-    label(ax, 12, y, f"the process: {(reserved + context) / MiB:.0f} MiB of GPU memory")
-    pieces = ((reserved, f"segments {reserved / MiB:g}", PALETTE[5]), (context, f"context {context / MiB:.0f}", FAINT))
+    parts = f"{reserved / MiB:.0f} MiB in segments, {context / MiB:.0f} MiB of context"
+    label(ax, 12, y, f"the process: {parts}")
+    pieces = ((reserved, "", PALETTE[5]), (context, "", FAINT))
     strip(ax, 12, y + 12, pieces, 376 / (reserved + context))
     sizes = f"{allocated / MiB:g} MiB allocated, {reserved / MiB:g} MiB reserved"
     label(ax, 12, y + 54, sizes, weight="bold")
