@@ -1,5 +1,7 @@
 """The page's formulas of the running job, and that its drawings show the numbers that they are given."""
 
+from dataclasses import replace
+
 import pytest
 
 import llmlab as lab
@@ -22,8 +24,6 @@ def test_the_peak_of_the_job_is_the_sum_that_the_page_derives():
 
 
 def test_no_single_lever_brings_the_job_onto_a_t4():
-    from dataclasses import replace
-
     changes = ({"precision": "autocast-fp16"}, {"micro_batch": 1, "accumulation": 4}, {"optimizer": "adafactor"},
                {"optimizer": "adamw-8bit"}, {"checkpointing": "full"}, {"kernels": "liger"}, {"attention": "sdpa"},
                {"lora": lab.LoRA(rank=16)})  # fmt: skip
@@ -50,3 +50,15 @@ def test_drawings_show_their_numbers():
     assert "3 MiB allocated, 20 MiB reserved; with the CUDA context the process uses 120 MiB" in (
         draw_segments([segment], 100 * MiB).alt
     )
+
+
+def test_what_the_last_exercise_decides():
+    """Llama-3.1-8B, mixed precision: 8-bit AdamW still needs more than 80 GB, and LoRA far less."""
+    peaks = [
+        lab.estimate("meta-llama/Llama-3.1-8B", run, "H100-80GB").peak_allocated
+        for run in (
+            lab.Training(seq_len=2048, precision="mixed-bf16", checkpointing="full", optimizer="adamw-8bit"),
+            lab.Training(seq_len=2048, precision="mixed-bf16", checkpointing="full", lora=lab.LoRA(rank=16)),
+        )
+    ]
+    assert peaks[0] > lab.gpu("H100-80GB").room() > 2 * peaks[1]
