@@ -104,10 +104,10 @@ def test_a_peak_is_explained_by_the_tensors_that_are_alive():
 
 def test_sizes_that_are_multiples_of_one_another_are_told_apart_by_the_bytes_of_an_element():
     """With an MLP 4 times as wide as the model, 4 · h · f bytes of fp32 weights are also 1 · f · f."""
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
-              "max_position_embeddings": 128}  # fmt: skip
-    peak = lab.explain(config, lab.Training(micro_batch=2, seq_len=96), "T4")
+              "max_position_embeddings": 2048}  # fmt: skip
+    peak = lab.explain(config, lab.Training(micro_batch=2, seq_len=1024), "T4")
     formulas = {term.formula for term in peak.terms if term.part == "weights" and ".mlp" in term.module}
     assert formulas == {"4 · hidden · intermediate"}
 

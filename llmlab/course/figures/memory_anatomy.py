@@ -19,7 +19,7 @@ BLOCKS = 4  # drawn of a model that has more
 
 def draw_lifetimes() -> Picture:
     """Return a drawing of the time in a step at which each part is in memory. Neither times nor sizes are to scale."""
-    times = {"forward": 98, "loss": 190, "backward": 232, "update": 322, "end": 388}
+    times = {"forward": 98.0, "loss": 190.0, "backward": 232.0, "update": 322.0, "end": 388.0}
     forward, loss, backward, update, end = times.values()
     picture, ax = sketch(264)
     for (name, start), stop in zip(times.items(), [*times.values()][1:], strict=False):
@@ -39,7 +39,7 @@ def draw_lifetimes() -> Picture:
         stop = update - (update - backward) * block / BLOCKS
         box(ax, start, rows["activations"] + 16 * block, stop - start, 16, f"block {block + 1}", COLORS["activations"])
     box(ax, loss - 6, rows["logits"], backward - loss + 12, 22, "", COLORS["logits"])
-    for x in range(forward + 8, end - 8, 19):
+    for x in range(106, 380, 19):
         box(ax, x, rows["workspace"] + 4, 6, 14, "", COLORS["workspace"])
     return finished(
         picture,
