@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from itertools import combinations_with_replacement
 from math import prod
@@ -37,7 +37,7 @@ class ExplainedTerm:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The formula of the peak of a step of `batch` × `tokens` tokens: `total` bytes in `phase`, at `place`.
+    """The formula of the peak of a step of `batch` sequences of `tokens` tokens: `total` bytes in `phase`, at `place`.
 
     They are the sum of `terms`, the largest first. Print it for a table.
     """
@@ -70,7 +70,7 @@ class Explanation:
             rows.append(("", f"{len(rest)} more", "", "", "", show_bytes(sum(term.bytes for term in rest))))
         rows.append(("sum", "", "", "", "", show_bytes(self.total)))
         title = f"{self.model}: the peak, in {self.phase} at {self.place}"
-        sizes = f"B = {self.batch} sequences of T = {self.tokens:,} tokens"
+        sizes = f"B = {self.batch} sequences of S = {self.tokens:,} tokens"
         footer = f"{sizes}. Formulas are in bytes; their names are those of the config."
         header = ("part", "module", "operator", "tensors", "bytes of each", "bytes")
         return Table(header, rows, title, footer, (0, 1, 2, 4))
@@ -90,13 +90,13 @@ def explained(spec: ModelSpec, run: Training, trace: Trace) -> Explanation:
     totals = trace.totals(batch, tokens)
     total = max(totals)
     moment = trace.moments[totals.index(total)]
-    sizes = _sizes(spec)
+    sizes, elements = _sizes(spec), _element_bytes(run)
     rows: dict[tuple[str, ...], tuple[int, int]] = {}
     for number, (base, per_group) in moment.counts.items():
         term, count = trace.terms[number], base + trace.groups * per_group
         if not count:
             continue
-        plain, latex = _written(term, sizes)
+        plain, latex = _written(term, sizes, elements)
         key = term.part, term.module or "(the step)", term.operator, plain, latex
         tensors, size = rows.get(key, (0, 0))
         rows[key] = tensors + count, size + count * term.bytes(batch, tokens)
@@ -123,13 +123,18 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
     return found
 
 
-def _written(term: Term, sizes: Mapping[str, int]) -> tuple[str, str]:
+def _element_bytes(run: Training) -> set[int]:
+    """Return the bytes of an element of the floating-point tensors of a step."""
+    return {"fp32": {4}, "fp16": {2}, "bf16": {2}}.get(run.precision, {2, 4})
+
+
+def _written(term: Term, sizes: Mapping[str, int], elements: Set[int]) -> tuple[str, str]:
     """Return the formula of one tensor, plain and as LaTeX."""
     plain, latex = [], []
     for factor, batch, tokens in term.formula:
-        words, symbols = _factored(factor, sizes)
-        plain.append(" · ".join([*words, *_power("T", tokens, "²"), *_power("B", batch, "²")]))
-        latex.append(" ".join([*symbols, *_power("T", tokens, "^2"), *_power("B", batch, "^2")]))
+        words, symbols = _factored(factor, sizes, elements)
+        plain.append(" · ".join([*words, *_power("S", tokens, "²"), *_power("B", batch, "²")]))
+        latex.append(" ".join([*symbols, *_power("S", tokens, "^2"), *_power("B", batch, "^2")]))
     return " + ".join(plain), " + ".join(latex)
 
 
@@ -137,13 +142,17 @@ def _power(name: str, power: int, square: str) -> list[str]:
     return [name + (square if power == 2 else "")] if power else []
 
 
-def _factored(factor: float, sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """Return a coefficient as up to three sizes of the model and the smallest number that is left, or as a number."""
+def _factored(factor: float, sizes: Mapping[str, int], elements: Set[int]) -> tuple[list[str], list[str]]:
+    """Return a coefficient as a small number and up to three sizes of the model, or as a number.
+
+    Sizes are often multiples of one another: where the MLP is 4 times as wide as the model, 4 bytes · h · f is also
+    1 byte · f · f. The number is the bytes of an element if it can be, otherwise the smallest.
+    """
     for count in (1, 2, 3):
         left = {names: factor / prod(sizes[name] for name in names)
                 for names in combinations_with_replacement(sizes, count)}  # fmt: skip
         whole = {names: number for names, number in left.items() if number == int(number) and 0 < number <= FACTORS}
         if whole:
-            names = min(whole, key=whole.__getitem__)
+            names = min(whole, key=lambda names: (whole[names] not in elements, whole[names]))
             return [f"{whole[names]:.0f}", *names], [f"{whole[names]:.0f}", *(LATEX[name] for name in names)]
     return [f"{factor:,.10g}"], [f"{factor:.10g}"]

@@ -539,8 +539,8 @@ def test_explain_prints_the_formula_of_the_peak(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path))
     words = ("explain", "gpt2", "--gpu", "T4", "--micro-batch", "4", "--seq-len", "512")
-    assert "4 · vocab · T · B" in call(*words).stdout
-    assert "4 V T B" in call(*words, "--latex").stdout
+    assert "4 · vocab · S · B" in call(*words).stdout
+    assert "4 V S B" in call(*words, "--latex").stdout
     data = json.loads(call(*words, "--json").stdout)
     assert data["total"] == sum(term["bytes"] for term in data["terms"])
 

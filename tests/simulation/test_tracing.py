@@ -92,15 +92,25 @@ def test_a_peak_is_explained_by_the_tensors_that_are_alive():
     peak = lab.explain(OLMO, run, "A100-80GB")
     assert peak.total == sum(term.bytes for term in peak.terms) == lab.estimate(OLMO, run, "A100-80GB").peak_allocated
     layers, tokens = TEXT["num_hidden_layers"], 4 * 1536
-    wide = [term for term in peak.terms if term.formula == "2 · intermediate · T · B" and term.part == "activations"]
+    wide = [term for term in peak.terms if term.formula == "2 · intermediate · S · B" and term.part == "activations"]
     assert sum(term.count for term in wide) == 4 * layers  # gate, up, silu(gate), and their product
     kept = 4 * layers * 2 * TEXT["intermediate_size"] * tokens
     assert sum(term.bytes for term in wide) == pytest.approx(kept, rel=0.01)
     states = [term for term in peak.terms if term.part == "optimizer"]
     weights = lab.model(OLMO).parameters
     assert sum(term.bytes for term in states) == pytest.approx(2 * 2 * weights, rel=0.01)
-    assert "h" in peak.latex() and "2 f T B" in peak.latex()
+    assert "h" in peak.latex() and "2 f S B" in peak.latex()
     assert "model.layers.*.mlp" in str(peak)
+
+
+def test_sizes_that_are_multiples_of_one_another_are_told_apart_by_the_bytes_of_an_element():
+    """With an MLP 4 times as wide as the model, 4 · h · f bytes of fp32 weights are also 1 · f · f."""
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
+              "max_position_embeddings": 2048}  # fmt: skip
+    peak = lab.explain(config, lab.Training(micro_batch=2, seq_len=1024), "T4")
+    formulas = {term.formula for term in peak.terms if term.part == "weights" and ".mlp" in term.module}
+    assert formulas == {"4 · hidden · intermediate"}
 
 
 def test_what_has_no_formula_is_said():

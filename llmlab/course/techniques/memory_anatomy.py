@@ -23,17 +23,17 @@ def train(
     `batches`: token ids (micro_batch, seq_len), which are the labels too: the model
     shifts them by one. `after` is called at the end of each phase.
     """
-    model.train()  # dropout on
+    model.train()
     losses = []
     for ids in batches:
         optimizer.zero_grad()  # .grad is None: free memory until backward
-        loss = model(input_ids=ids, labels=ids).loss
+        outputs = model(input_ids=ids, labels=ids)  # outputs.loss and outputs.logits
         after("forward")  # every tensor that backward needs is alive
-        loss.backward()
+        outputs.loss.backward()
         after("backward")  # those tensors are freed, and the gradients exist
         optimizer.step()
         after("optimizer")  # the first step also created the optimizer's states
-        losses.append(loss.item())
+        losses.append(outputs.loss.item())
     return losses
 
 
@@ -55,10 +55,9 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 @contextmanager
 def saved_for_backward(model: nn.Module):
-    """Yield a dict that collects {address: bytes} of every storage that autograd saves.
+    """Yield a dict {address: bytes} of the storages that autograd saves in the `with` block.
 
-    It does so inside the `with` block. Autograd saves the model's parameters too, but
-    they are left out, because they count as weights.
+    The model's parameters are left out: autograd saves them too, but they count as weights.
     """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}

@@ -70,3 +70,37 @@ def test_what_the_hooks_see_is_what_the_measured_step_keeps():
     measured = report.phases["forward"] - 3 * report.parts["weights"]  # weights and two moments are there before
     logits = 4 * 2 * 64 * 300  # in the output object, but not needed by backward
     assert sum(kept.values()) + logits == pytest.approx(measured, rel=0.02)
+
+
+def llama(layers):
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": layers,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "use_cache": False}  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, attn_implementation="eager"))
+
+
+def test_a_llama_block_saves_what_its_code_says(batches):
+    """10 tensors of T × h, 4 of T × f, one of B × a × S²; and 1/rms, one number per token in each norm."""
+    sizes = []
+    for layers in (3, 2):
+        model = llama(layers)
+        with saved_for_backward(model) as saved:
+            model(input_ids=batches[0], labels=batches[0])
+        sizes.append(sum(saved.values()))
+    tokens, h, f, a, length = 2 * 64, 64, 160, 4, 64
+    block = 4 * (10 * tokens * h + 4 * tokens * f + 2 * a * length**2 + 2 * tokens)
+    assert sizes[0] - sizes[1] == block
+
+
+def test_a_loop_that_names_the_outputs_keeps_the_logits(model, batches):
+    def peak(step):
+        model.zero_grad()
+        with lab.meter("cpu") as meter:
+            step()
+        return meter.peak_allocated
+
+    def with_name():
+        outputs = model(input_ids=batches[0], labels=batches[0])
+        outputs.loss.backward()
+
+    more = peak(with_name) - peak(lambda: model(input_ids=batches[0], labels=batches[0]).loss.backward())
+    assert more == pytest.approx(4 * 2 * 64 * 300, rel=0.01)
