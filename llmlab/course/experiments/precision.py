@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...data import batch
 
 VOCAB = 2048
-SIZES = {
+SIZES: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "vocab_size": VOCAB,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The figures of the chapter on precision: formats, the numbers of a step, the loss scaler, autocast's memory and time."""
+"""The figures of the chapter on precision: formats, numbers of a step, the loss scaler, memory and time of autocast."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def draw_bits(value: float, name: str) -> Picture:
         if title == "tf32":  # stored in 32 bits, of which a tensor core uses 19
             strip(ax, end, y + 10, [(1, "", FAINT)] * (32 - f.bits), 11.7, 19)
     zero = ", ".join(title for title, f in FORMATS.items() if f.round(value) == 0)
-    return finished(picture, f"The bits of {name} in {', '.join(FORMATS)}. It rounds to zero in {zero or 'none of them'}.")
+    alt = f"The bits of {name} in {', '.join(FORMATS)}. It rounds to zero in {zero or 'none of them'}."
+    return finished(picture, alt)
 
 
 def draw_sizes(numbers: Mapping[str, Tensor]) -> Picture:
-    """Draw how large the `numbers` of a training step are, as a histogram over powers of 2; fp16 rounds the shaded to 0."""
+    """Draw the sizes of the `numbers` of a step as histograms over powers of 2. fp16 rounds the shaded ones to zero."""
     powers = list(range(-48, 9, 2))
     series: dict[str, list[float | None]] = {}
     for kind, values in numbers.items():
@@ -59,7 +60,7 @@ def draw_sizes(numbers: Mapping[str, Tensor]) -> Picture:
 
 
 def draw_loss_scaler() -> Picture:
-    """Draw the loss scaler as a state machine: what happens to the scale after finite gradients, and after an overflow."""
+    """Draw the loss scaler as a state machine: finite gradients let the scale grow, and an overflow halves it."""
     picture, ax = sketch(318)
     box(ax, 110, 12, 180, 34, "loss × scale, backward", PALETTE[5])
     link(ax, (200, 46), (200, 74))
@@ -80,9 +81,9 @@ def draw_loss_scaler() -> Picture:
     label(ax, 12, 306, "The next step starts at the top with the new scale.")
     return finished(
         picture,
-        "The loss scaler. The loss is multiplied by the scale before the backward pass. If all gradients are finite, they "
-        "are divided by the scale and the optimizer steps; after 2,000 such steps in a row the scale doubles. If one is "
-        "infinite or NaN, the step is skipped, the scale is halved and the count starts again.",
+        "The loss scaler. The loss is multiplied by the scale before the backward pass. If all gradients are finite, "
+        "they are divided by the scale and the optimizer steps; after 2,000 finite steps in a row the scale doubles. "
+        "If one is infinite or NaN, the step is skipped, the scale is halved and the count starts again.",
     )
 
 

@@ -62,7 +62,8 @@ def test_bf16_of_the_trainer_is_autocast_and_the_dtype_of_the_weights_decides_wh
     class Look(TrainerCallback):
         def on_optimizer_step(self, args, state, control, model, optimizer, **rest):
             weight = model.lm_head.weight
-            seen.update(weight=weight.dtype, gradient=weight.grad.dtype, moment=optimizer.state[weight]["exp_avg"].dtype)
+            seen["weight"], seen["gradient"] = weight.dtype, weight.grad.dtype
+            seen["moment"] = optimizer.state[weight]["exp_avg"].dtype
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES), dtype=weights)
     computed = []
