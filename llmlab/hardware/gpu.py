@@ -22,9 +22,9 @@ from .tables import cited, read_table, values_of
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
 
 BF16_CAPABILITY = (8, 0)  # Ampere. torch.cuda.is_bf16_supported() is True on a T4 (7.5) too: it counts emulation.
-# So products in bf16 reach 2.25 TFLOP/s on a T4 and 9.4 on a V100, a ninth of what they reach in fp16
-# (chsasank/device-benchmarks, README.md at 02b8262).
-EMULATED_BF16 = "PyTorch's emulation takes about nine times as long as fp16"
+# Emulated matmuls reach 2.25 TFLOP/s on a T4 and 9.4 on a V100, where fp16 reaches 25 and 84, and fp32 4 and 13
+# (chsasank/device-benchmarks, README.md at 7ccc883).
+EMULATED_BF16 = "PyTorch's emulation takes about ten times as long as fp16"
 FLASH_ATTENTION_2_CAPABILITY = (8, 0)  # Dao-AILab/flash-attention README: Ampere, Ada, Hopper
 # Majors, of Hopper and data-centre Blackwell, where SDPA takes cuDNN's kernel first (aten/src/ATen/native/transformers/
 # cuda/sdp_utils.cpp, check_prefer_cudnn_attention).

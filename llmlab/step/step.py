@@ -234,14 +234,14 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
     if step.shards:
         step.shards.take_gradients()
     if step.masters:
-        step.masters.take_gradients()
+        step.masters.copy_gradients()
     if step.scaler:
         step.scaler.step(optimizer)
         step.scaler.update()
     else:
         optimizer.step()
     if step.masters:
-        step.masters.give_weights()
+        step.masters.copy_weights()
     enter("optimizer")
     optimizer.zero_grad(set_to_none=True)
 

@@ -169,10 +169,10 @@ def test_master_weights_keep_the_updates_that_half_weights_lose():
         for _ in range(1024):
             parameter.grad = -torch.ones_like(parameter)
             if masters:
-                masters.take_gradients()
+                masters.copy_gradients()
             optimizer.step()
             if masters:
-                masters.give_weights()
+                masters.copy_weights()
             optimizer.zero_grad()
         return parameter.item()
 
@@ -186,7 +186,7 @@ def test_masters_take_and_free_half_gradients_and_leave_fp32_parameters_alone():
     half, full = nn.Parameter(torch.ones(3, dtype=torch.float16)), nn.Parameter(torch.ones(3))
     masters = MasterWeights([half, full])
     half.grad = torch.full((3,), 0.5, dtype=torch.float16)
-    masters.take_gradients()
+    masters.copy_gradients()
     assert half.grad is None
     assert masters.parameters[0].grad.dtype == torch.float32 and masters.parameters[1] is full
 

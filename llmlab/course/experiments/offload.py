@@ -80,9 +80,9 @@ def on_device(job: Job) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(masters.parameters, **ADAMW)
 
     def update() -> None:
-        masters.take_gradients()
+        masters.copy_gradients()
         optimizer.step()
-        masters.give_weights()
+        masters.copy_weights()
         optimizer.zero_grad()
 
     losses = train(job, gpt, update)

@@ -1,1 +1,1 @@
-"""The drawings of the book's pages, a module for each subject: functions that take data and return a picture."""
+"""Figures of the chapters, a file for each: functions that take a page's numbers and return a drawing."""

@@ -109,15 +109,15 @@ FORMATS = {
 
 
 class LossScaler:
-    """Scales the loss so that small gradients do not underflow in fp16, and unscales them before the update.
+    """Scales the loss so that small gradients do not underflow in fp16, and unscales the gradients before the update.
 
-    The scale adapts: an infinite gradient or a NaN halves it and skips the step, `interval` finite steps double it
-    (Micikevicius et al., arXiv 1710.03740, section 3.2; torch/amp/grad_scaler.py).
+    The scale adapts: an infinite or NaN gradient halves it and skips the update, and `interval` finite steps in a row
+    double it (Micikevicius et al., arXiv 1710.03740, section 3.2; torch/amp/grad_scaler.py).
     """
 
     def __init__(self, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
         self.factor, self.growth, self.backoff, self.interval = torch.tensor(scale), growth, backoff, interval
-        self.good_steps = 0
+        self.finite_steps = 0  # in a row
         self.finite: bool | None = None  # whether this step's gradients are finite; None until they are unscaled
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class LossScaler:
             gradient.mul_(inverse.to(gradient.device))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the step unless a gradient was infinite or NaN; return whether it was taken."""
+        """Run the optimizer unless a gradient is infinite or NaN; return whether it ran."""
         if self.finite is None:
             self.unscale(optimizer)
         if self.finite:
@@ -146,23 +146,23 @@ class LossScaler:
         return bool(self.finite)
 
     def update(self) -> None:
-        """Set the scale of the next step."""
-        self.good_steps = self.good_steps + 1 if self.finite else 0
+        """Adapt the scale for the next step."""
+        self.finite_steps = self.finite_steps + 1 if self.finite else 0
         if not self.finite:
             self.factor = (self.factor.double() * self.backoff).float()
-        elif self.good_steps == self.interval:
+        elif self.finite_steps == self.interval:
             grown = (self.factor.double() * self.growth).float()
             self.factor = grown if grown.isfinite() else self.factor
-            self.good_steps = 0
+            self.finite_steps = 0
         self.finite = None
 
 
 def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round fp32 `values` to bf16, up or down at random, so that the mean is exact.
+    """Round fp32 `values` to bf16, up or down at random, so that the expected value is exact.
 
-    A bf16 number is the upper half of an fp32 one. Adding a random lower half carries
-    into the upper half with a probability of the lower half / 2^16, which is the
-    distance from the lower neighbour in units of the spacing (Gupta et al., arXiv
+    A bf16 number is the upper half of an fp32 number. Adding a random lower half
+    carries into the upper half with probability (lower half) / 2^16, which is the
+    distance to the lower neighbour in units of the spacing (Gupta et al., arXiv
     1502.02551, section 3).
     """
     if values.dtype != torch.float32:
@@ -175,18 +175,16 @@ def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -
 
 
 class MasterWeights:
-    """fp32 copies of half-precision parameters, which the optimizer steps.
+    """fp32 copies of 16-bit parameters; the optimizer updates the copies.
 
-    Micikevicius et al., arXiv 1710.03740. The order is Megatron-LM's
-    (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params): each half
-    gradient is cast to fp32 and freed before the next is, the optimizer steps the
-    copies, and they are rounded back. Parameters that are not half are stepped as they
-    are.
+    In each step, call copy_gradients(), then the optimizer, then copy_weights(). The
+    optimizer updates parameters that are not 16-bit directly (Micikevicius et al.,
+    arXiv 1710.03740, section 3.1).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters: list[nn.Parameter] = []  # what the optimizer steps
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.parameters: list[nn.Parameter] = []  # for the optimizer
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (16-bit, fp32)
         for parameter in parameters:
             if parameter.dtype in HALF:
                 master = nn.Parameter(parameter.detach().float())
@@ -195,15 +193,18 @@ class MasterWeights:
             else:
                 self.parameters.append(parameter)
 
-    def take_gradients(self) -> None:
-        """Move each half gradient to its master, as fp32."""
+    def copy_gradients(self) -> None:
+        """Cast each 16-bit gradient to fp32 for the optimizer, and free it before the next one.
+
+        Megatron-LM uses the same order (megatron/core/optimizer/optimizer.py).
+        """
         for half, master in self.pairs:
             if half.grad is not None:
                 master.grad = half.grad.float()
                 half.grad = None
 
     @torch.no_grad()
-    def give_weights(self) -> None:
-        """Round each master back into its half parameter."""
+    def copy_weights(self) -> None:
+        """Round each fp32 copy back into its 16-bit parameter."""
         for half, master in self.pairs:
             half.copy_(master)

@@ -46,9 +46,9 @@ def trained_on_the_device(dtype, accumulation):
         for i in range(accumulation):
             ids = batch(10 * step + i)
             (next_token_loss(gpt(ids), ids) / accumulation).backward()
-        masters.take_gradients()
+        masters.copy_gradients()
         adam.step()
-        masters.give_weights()
+        masters.copy_weights()
         adam.zero_grad()
     return list(gpt.parameters())
 

@@ -135,7 +135,7 @@ def test_what_rounding_to_nearest_loses_stochastic_rounding_and_master_weights_k
         nearest += 0.001  # a quarter of the way to the half between 1 and its neighbour, 1.0078
         random = stochastic_round(random.float() + 0.001, generator)
         masters.parameters[0].data += 0.001
-        masters.give_weights()
+        masters.copy_weights()
     assert nearest.eq(1).all()
     assert random.float().mean().item() == pytest.approx(1.1, abs=0.01)
     assert weight.float().mean().item() == FORMATS["bf16"].round(1.1)
@@ -172,7 +172,7 @@ def test_the_loss_scaler_is_torchs_step_for_step(growth, backoff, start, interva
             scaler.update()
         assert torch.equal(weights[0], weights[1])
         assert ours.factor.item() == theirs.get_scale()
-        assert ours.good_steps == theirs.state_dict()["_growth_tracker"]
+        assert ours.finite_steps == theirs.state_dict()["_growth_tracker"]
 
 
 def test_the_scale_never_grows_to_infinity():
