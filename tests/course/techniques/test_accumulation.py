@@ -11,12 +11,12 @@ from llmlab.course.techniques.accumulation import (
     IGNORE,
     backward_exact,
     backward_of_means,
+    count_targets,
     difference,
     gradient,
     groups,
     pad,
     summed_loss,
-    targets,
     train,
 )
 
@@ -77,7 +77,7 @@ def test_the_usual_loop_is_right_only_for_full_groups_of_equal_lengths():
     whole, _ = big_batch(unequal)
     loss = backward_of_means(MODEL, cut(unequal, 1), steps=8)
     assert difference(gradient(MODEL), whole) > 0.3
-    tokens = [targets(labels) for _, labels in cut(unequal, 1)]
+    tokens = [count_targets(labels) for _, labels in cut(unequal, 1)]
     with torch.no_grad():
         means = [summed_loss(MODEL, *one).item() / n for one, n in zip(cut(unequal, 1), tokens, strict=True)]
     assert loss == pytest.approx(sum(means) / 8, rel=1e-5)  # a mean of means: a token of a short sequence weighs more
@@ -86,9 +86,9 @@ def test_the_usual_loop_is_right_only_for_full_groups_of_equal_lengths():
 def test_masked_prompts_count_no_target_and_the_first_token_has_no_past():
     ids, labels = pad(sequences([5, 3]))
     assert labels.tolist()[1][3:] == [IGNORE, IGNORE] and ids.tolist()[1][3:] == [0, 0]
-    assert targets(labels) == 4 + 2
+    assert count_targets(labels) == 4 + 2
     labels[0, :3] = IGNORE
-    assert targets(labels) == 2 + 2
+    assert count_targets(labels) == 2 + 2
 
 
 def test_groups_keep_every_batch_and_the_last_is_short():
