@@ -21,7 +21,7 @@ def accelerate_gradient(model: nn.Module, sequences: Sequence[Tensor], steps: in
     from accelerate import Accelerator
 
     accelerator = Accelerator(gradient_accumulation_steps=steps, cpu=True)
-    loader = torch.utils.data.DataLoader(list(sequences), batch_size=1, collate_fn=pad)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(list(sequences), batch_size=1, collate_fn=pad)  # type: ignore[arg-type]
     model, loader = accelerator.prepare(deepcopy(model), loader)
     tokens = sum(count_targets(pad([sequence])[1]) for sequence in sequences)
     for ids, labels in loader:
@@ -42,8 +42,9 @@ def trainer_gradient(model: nn.Module, sequences: Sequence[Tensor], steps: int) 
     gradients: list[Tensor] = []
 
     class KeepGradient(TrainerCallback):
-        def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
-            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            parameters = kwargs["model"].parameters()
+            gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
 
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
