@@ -138,7 +138,7 @@ def test_the_chapters_formula_is_the_estimated_peak_but_for_the_workspace(micro_
     run = replace(job("04-precision"), micro_batch=micro_batch, accumulation=accumulation)
     report = lab.estimate(MODEL_OF_THE_JOB, run, GPU)
     by_hand = peak_by_hand(lab.model(MODEL_OF_THE_JOB), micro_batch, run.seq_len, accumulation)
-    assert report.peak_allocated - by_hand == pytest.approx(report.parts["workspace"], abs=2**23)
+    assert report.peak_allocated - by_hand == pytest.approx(report.parts["workspace"], abs=2**24)
 
 
 def test_the_time_that_accumulation_adds_is_that_of_casting_and_adding_gradients():
