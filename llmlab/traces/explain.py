@@ -132,7 +132,9 @@ def _written(term: Term, sizes: Mapping[str, int], elements: Set[int]) -> tuple[
     """Return the formula of one tensor, plain and as LaTeX."""
     plain, latex = [], []
     for factor, batch, tokens in term.formula:
-        words, symbols = _factored(factor, sizes, elements)
+        # Of tensors with S², the scores, the factor is heads, of which the head size may be a multiple.
+        known = {"heads": sizes["heads"]} if tokens == 2 and "heads" in sizes else sizes
+        words, symbols = _factored(factor, known, elements)
         plain.append(" · ".join([*words, *_power("S", tokens, "²"), *_power("B", batch, "²")]))
         latex.append(" ".join([*symbols, *_power("S", tokens, "^2"), *_power("B", batch, "^2")]))
     return " + ".join(plain), " + ".join(latex)
