@@ -1,0 +1,1 @@
+"""Drawings of the chapters, a module per subject: they take data, and return pictures."""
