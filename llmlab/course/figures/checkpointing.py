@@ -14,7 +14,7 @@ KEPT, RECOMPUTED, MOVED = PALETTE[0], PALETTE[1], PALETTE[4]
 
 
 class Policy(NamedTuple):
-    """A way to checkpoint, at the start of the backward pass: bytes (kept, recomputed) of every block, first to last."""
+    """A way to checkpoint: bytes (kept, recomputed) of every block as the backward pass begins."""
 
     name: str
     blocks: Sequence[tuple[int, int]]
@@ -25,12 +25,12 @@ def policies(layers: int, whole: int, block_input: int, matmul_outputs: int, spa
 
     `whole` is everything that a block keeps, its input included, and `spacing` the blocks per segment of the third way.
     """
-    kept = block_input + matmul_outputs
+    kept, rest = block_input + matmul_outputs, whole - block_input
     segment = [(block_input, 0), *[(0, 0)] * (spacing - 1)]
-    last = [(block_input, whole - block_input), *[(0, whole)] * (spacing - 1)]
+    last = [(block_input, rest), *[(0, whole)] * (spacing - 1)]
     return [
         Policy("keep everything", [(whole, 0)] * layers),
-        Policy("keep the input of every block", [(block_input, 0)] * (layers - 1) + [(block_input, whole - block_input)]),
+        Policy("keep the input of every block", [(block_input, 0)] * (layers - 1) + [(block_input, rest)]),
         Policy(f"keep the input of every {spacing}th block", segment * (layers // spacing - 1) + last),
         Policy("selective: keep inputs and matmul outputs", [(kept, 0)] * (layers - 1) + [(kept, whole - kept)]),
     ]
@@ -118,7 +118,8 @@ def plot_offload(forward: float, backward: float, block_input: float, whole: flo
     label(ax, LEFT, 204, f"PCIe: everything leaves, {whole * 1e3:.0f} ms for each block")
     return finished(
         picture,
-        f"The GPU computes the forward pass of {blocks} blocks, {forward * 1e3:.1f} ms each, and then their backward pass "
-        f"with recomputation, {backward * 1e3:.1f} ms each. On PCIe the input of a block takes {block_input * 1e3:.1f} ms "
-        f"each way, and everything that a block keeps takes {whole * 1e3:.0f} ms: it is still leaving during backward.",
+        f"The GPU computes the forward pass of {blocks} blocks, {forward * 1e3:.1f} ms each, and then their backward "
+        f"pass with recomputation, {backward * 1e3:.1f} ms each. On PCIe the input of a block takes "
+        f"{block_input * 1e3:.1f} ms each way. Everything that a block keeps takes {whole * 1e3:.0f} ms and is still "
+        "leaving during the backward pass.",
     )
