@@ -1,10 +1,8 @@
-"""Activation checkpointing from scratch: save only a block's input, and run the block again in backward.
+"""Activation checkpointing from scratch: save only a block's input, and run the block again in the backward pass.
 
 Chen et al., arXiv 1604.06174. Three implementations: an autograd.Function (`Recompute`), hooks on the tensors that
 autograd saves (`checkpoint`, like PyTorch's use_reentrant=False), and the same hooks with the outputs of chosen
 operators kept (`selective`). `every` applies one of them to segments of a model's blocks.
-
-    L  layers     k  layers per segment     a  bytes of a layer's input     A  bytes that a layer saves for backward
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ...base.compat import TorchDispatchMode, tree_map_only
 from ...base.errors import SpecError, check_counts
 from ..architectures.gpt import in_order
 
-# "selective" keeps the outputs of matrix products and attention, which take most of the time, and recomputes the rest.
+# "selective" keeps the outputs of matmuls and attention, which take most of the time, and recomputes the rest.
 KEPT_OPERATORS = (
     "mm", "addmm", "linear", "_grouped_mm",  # not bmm: its outputs, eager attention's T² scores, should be dropped
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
@@ -31,7 +29,7 @@ KEPT_OPERATORS = (
 
 
 class Conditions:
-    """The current state that a result depends on besides its arguments: the random generators and autocast."""
+    """State other than the arguments that a function's result depends on: the random generators and autocast."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,7 +81,7 @@ def recompute(module: nn.Module, x: Tensor, *rest: Any) -> Tensor:
 
 
 def checkpoint(function: Callable[..., Any], *inputs: Any, keep: Collection[str] = ()) -> Any:
-    """Return function(*inputs). Tensors that autograd saves in it are dropped, and recomputed when backward needs them.
+    """Return function(*inputs). The tensors that autograd saves are dropped, and recomputed in the backward pass.
 
     `keep`: names of aten operators whose outputs are kept rather than recomputed, such as `KEPT_OPERATORS`.
     The function must give the same result when it runs again, so it must not change its inputs in place.
@@ -141,38 +139,42 @@ class Replay(Keep):
 
 
 def selective(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Return function(*inputs); outputs of matrix products and attention are kept, the others recomputed."""
+    """Return function(*inputs). The outputs of matmuls and attention are kept, and all others are recomputed."""
     return checkpoint(function, *inputs, keep=KEPT_OPERATORS)
 
 
 class Segment(nn.ModuleList):
-    """Blocks in sequence; `rest` are the arguments that each takes besides x."""
+    """Blocks in sequence; `rest` are further arguments that every block takes."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return in_order(self, x, *rest)
 
 
-def every(k: int, how: Callable[..., Tensor] = checkpoint) -> Callable[..., Tensor]:
-    """Return a `run_blocks` for GPT and Llama, which runs blocks in segments of `k` and checkpoints each segment.
+def every(spacing: int, how: Callable[..., Tensor] = checkpoint) -> Callable[..., Tensor]:
+    """Return a `run_blocks` for GPT and Llama that checkpoints segments of `spacing` blocks.
 
-    `how` runs one segment: `checkpoint`, `recompute`, `selective` or torch.utils.checkpoint's. SpecError for k < 1.
+    `how` runs one segment: `checkpoint`, `recompute`, `selective` or torch.utils.checkpoint's. A spacing below 1 raises
+    SpecError.
     """
-    check_counts(k=k)
+    check_counts(spacing=spacing)
 
     def run(blocks: Iterable[nn.Module], x: Tensor, *rest: Any) -> Tensor:
         blocks = list(blocks)
-        for start in range(0, len(blocks), k):
-            x = how(Segment(blocks[start : start + k]), x, *rest)
+        for start in range(0, len(blocks), spacing):
+            x = how(Segment(blocks[start : start + spacing]), x, *rest)
         return x
 
     return run
 
 
-def peak_bytes(layers: int, k: int, input_bytes: int, kept_bytes: int) -> int:
-    """Return ⌈L / k⌉ · a + k · A: the inputs of all segments and one whole segment (arXiv 1604.06174, section 4.1)."""
-    return math.ceil(layers / k) * input_bytes + min(k, layers) * kept_bytes
+def peak_bytes(layers: int, spacing: int, input_bytes: int, kept_bytes: int) -> int:
+    """Return the bytes of all segments' inputs and of one recomputed segment (arXiv 1604.06174, section 4.1).
+
+    A layer's input has `input_bytes`; without checkpointing the layer keeps `kept_bytes` for the backward pass.
+    """
+    return math.ceil(layers / spacing) * input_bytes + min(spacing, layers) * kept_bytes
 
 
 def best_spacing(layers: int, input_bytes: int, kept_bytes: int) -> float:
-    """Return the k that minimizes L / k · a + k · A: √(L · a / A). It is √L only if a layer saves just its input."""
+    """Return the spacing with the lowest peak, √(layers · input_bytes / kept_bytes), as a real number."""
     return math.sqrt(layers * input_bytes / kept_bytes)
