@@ -35,7 +35,10 @@ class DeepSpeed(StackOptions):
     package = "deepspeed"
     families = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
     ties_heads = True
-    own_names: ClassVar[Mapping[str, str]] = {}
+    own_model = False
+    own_zero = True  # runtime/zero
+    own_sums = True
+    names_cuda = True
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "mixed-fp16"),
         "optimizer": ("adamw", "lion"),
@@ -111,6 +114,16 @@ class DeepSpeed(StackOptions):
     def fused_adamw(self) -> bool:
         """Whether AdamW updates in place, without temporaries."""
         return not self.torch_adam
+
+    @property
+    def checks_gradients(self) -> bool:
+        """For overflow, or for the norm (runtime/zero/stage3.py, step)."""
+        return True
+
+    def overlap(self, run: Any) -> tuple[str, ...]:
+        """Return what `overlap_comm` hides, by default at stage 3 alone."""
+        asked = self.overlap_comm
+        return ("data",) * (run.zero == 3 if asked is None else asked and run.zero > 0)
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 weights, and an fp32 copy that the optimizer steps."""

@@ -26,7 +26,9 @@ class LitGPT(StackOptions):
     package = "litgpt"
     families = ("llama",)
     half_adapters = True
-    own_names: ClassVar[Mapping[str, str]] = {}
+    flat_parameters = True  # Fabric's FSDPStrategy
+    loss_after_model = True
+    names_cuda = True
     undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("precision", "optimizer", "quantization", "compile"), "other recipes are not supported here"
     )

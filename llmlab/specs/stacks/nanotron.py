@@ -29,7 +29,7 @@ class Nanotron(StackOptions):
     package = None
     families = ("llama",)
     ties_heads = True
-    own_names: ClassVar[Mapping[str, str]] = {}
+    dtensors = False  # parallel/tensor_parallel/nn.py
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16",),
         "optimizer": ("adamw",),
@@ -67,6 +67,11 @@ class Nanotron(StackOptions):
     def sums_in_fp32(self) -> bool:
         """Whether each micro-batch's half gradients are added to a buffer in fp32."""
         return self.accumulate_grad_in_fp32
+
+    @property
+    def keeps_ddp(self) -> bool:
+        """Where it sums in half (src/nanotron/trainer.py, make_ddp)."""
+        return not self.accumulate_grad_in_fp32
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 weights, whose fp32 copy is stepped, and flash-attn's kernels, which its layers import."""

@@ -39,6 +39,10 @@ class Torchtune(StackOptions):
     families = ("llama",)
     ties_heads = True
     half_adapters = True
+    torchao_nf4 = True  # modules/peft/lora.py
+    reshards_model = True  # training/_distributed.py, shard_model
+    loss_after_model = True  # recipes/full_finetune_distributed.py
+    counts_hooks = True
     own_names: ClassVar[Mapping[str, str]] = {
         "checkpointing": "enable_activation_checkpointing",
         "optimizer": "optimizer",
@@ -133,7 +137,7 @@ class Torchtune(StackOptions):
                             "activations that a recomputed block keeps; give "
                             "enable_activation_checkpointing=True")  # fmt: skip
 
-    def check_model(self, spec: ModelSpec, run: Any) -> None:
+    def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
         """Raise SpecError where torchtune adapts nothing of attention (models/llama3/_component_builders.py,
         lora_llama3_self_attention), or torchao cannot quantize a linear of `spec`: its scales come in whole blocks."""
         attention = [linear.name for linear in spec.block_linears if linear.part == "attention"]
