@@ -16,8 +16,7 @@ from ..report import Report
 from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
-from ..specs.run import Inference, Run, Training
-from ..specs.stacks import Megatron, Torchtune
+from ..specs.run import Inference, Run, Training, stack_of
 from ..traces.store import find, has_trace
 from ..traces.trace import LOADED, Trace
 from .inference import inference_moments
@@ -189,7 +188,7 @@ def _alike(card: GPU, run: Training) -> GPU:
     """Return the first card on which a step takes as many bytes as on `card`: these are all that formulas/memory reads
     of one."""
     kind: tuple[object, ...] = card.cublas_workspace, card.supports_flash_attention_2, card.prefers_cudnn_attention
-    if isinstance(run.stack, Megatron):
+    if stack_of(run).own_kernels:
         kind = (*kind, card.compute_capability, card.sms)
     return _KINDS.setdefault(kind, card)
 
@@ -202,7 +201,7 @@ def _notes(
         yield from _around_quantized(run)
     if pages_states(run):
         yield PAGED_STATES
-    if isinstance(run, Training) and isinstance(run.stack, Megatron) and run.stack.cuda_graph_impl:
+    if stack_of(run).cuda_graph_impl:
         yield Note("cuda-graph-pool", "The step's CUDA graph has a private memory pool, which is not counted.")
     if most := peaks.index(max(peaks)):
         figures = f"The figures are of stage 0; its peak is {show_bytes(peaks[0])}, that of stage {most}"
@@ -229,7 +228,7 @@ def _notes(
 
 def pages_states(run: Run) -> bool:
     """Return whether the optimizer's states are in memory of the driver's, which no size of a report includes."""
-    return isinstance(run, Training) and isinstance(run.stack, Torchtune) and run.stack.paged(run)
+    return stack_of(run).paged(run)
 
 
 def _around_quantized(run: Training) -> Iterator[Note]:

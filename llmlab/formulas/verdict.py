@@ -13,7 +13,6 @@ from ..base.terms import Outcome
 from ..hardware.gpu import GPU, gpus
 from ..specs.model import ModelSpec
 from ..specs.run import Run, stack_of
-from ..specs.stacks import Megatron
 
 # The least room in which a step runs, over the peak that the formula says. In 26 steps and generations of 5 to 76 GiB
 # (124M to 8B parameters, every precision, adapters, NF4 loaded in order and by threads, both attentions, with and
@@ -46,7 +45,7 @@ class Verdict(NamedTuple):
 def holes(run: Run) -> float:
     """Return the bound of what a step reserves, over its tensors: `HOLES`, or Megatron-LM's own."""
     stack = stack_of(run)
-    if not isinstance(stack, Megatron) or not stack.transformer_engine or run.attention == "eager":
+    if not stack.transformer_engine or run.attention == "eager":
         return HOLES
     return MEGATRON_EXPANDABLE_HOLES if stack.expandable_segments else MEGATRON_HOLES
 

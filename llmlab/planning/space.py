@@ -7,7 +7,7 @@ schedule. A *share* is who holds what: optimizer, ZeRO stage, HSDP's copies, off
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import isqrt
@@ -16,7 +16,7 @@ from typing import Any
 from ..specs.generic import attentions
 from ..specs.model import ModelSpec
 from ..specs.run import LoRA, Training
-from ..specs.stacks import TRANSFORMERS, Megatron, StackOptions, Torchtitan
+from ..specs.stacks import TRANSFORMERS, StackOptions, options_of
 from .machines import Machines
 
 # Fields, and degrees that are 1 or more, on which depends whether a program of files/ runs a candidate.
@@ -52,13 +52,18 @@ class Question:
     def seq_len(self) -> int:
         return int(self.fixed.get("seq_len", Training.seq_len))
 
+    @property
+    def facts(self) -> StackOptions:
+        """The stack with the facts of its code, transformers too."""
+        return options_of(self.stack)
+
     def options(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         """Return the values that `name` may have: those of `fixed`, else those of `values` that the stack has. Where it
         has none of them all are returned, and what is made of them says so."""
         if name in self.fixed:
             return (self.fixed[name],)
-        if isinstance(self.stack, StackOptions) and name in self.stack.allowed:
-            return [value for value in values if value in self.stack.allowed[name]] or values
+        if name in self.facts.allowed:
+            return [value for value in values if value in self.facts.allowed[name]] or values
         return values
 
     def late(self, seconds: float, run: Training) -> bool:
@@ -104,7 +109,7 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
     precisions: tuple[str, ...] = (f"autocast-{half}", f"mixed-{half}") if method == "full" else (half,)
     if method == "full" and "precision" in q.allow and half == "bf16":
         precisions += ALLOWED["precision"]
-    if isinstance(q.stack, StackOptions) and not set(precisions) & set(q.stack.allowed["precision"]):
+    if not set(precisions) & set(q.facts.allowed.get("precision", precisions)):
         precisions = (half,)  # torchtune and LitGPT keep no fp32 copy
     base: dict[str, Any] = {"attention": "eager"} if "sdpa" not in attentions(q.spec.family) else {}
     if method != "full":
@@ -156,29 +161,24 @@ def _micro_batches(q: Question, batch: int, dp: int) -> Iterator[tuple[int, int]
 
 
 def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, Any]]:
-    """Yield the stack, and of Megatron-LM's pipelines its interleaved schedules, too."""
-    if q.stack == TRANSFORMERS:
+    """Yield the stack, and of pipelines whose virtual stages are its option the interleaved schedules, too."""
+    if not q.facts.own_program:
         yield {}
         return
     yield {"stack": q.stack}
-    if isinstance(q.stack, Megatron) and q.stack.virtual_pipeline == 1 and pp > 1 and accumulation % pp == 0:
+    if q.facts.virtual_pipeline == 1 and pp > 1 and accumulation % pp == 0:
         for chunks in divisors(q.spec.layers // pp)[1:] if q.spec.layers % pp == 0 else ():
-            yield {"stack": Megatron(**{**_options(q.stack), "virtual_pipeline": chunks})}
-
-
-def _options(stack: StackOptions | str) -> dict[str, Any]:
-    assert isinstance(stack, StackOptions)
-    return {name: value for name, value in stack.to_dict().items() if name != "name"}
+            yield {"stack": replace(q.facts, virtual_pipeline=chunks)}
 
 
 def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
     """Yield who holds what, of `dp` data-parallel ranks; the optimizer where it is fixed or varied. torchtitan sets the
     ZeRO stage by itself: with context parallelism it shards what one data-parallel rank has."""
-    stage_is_open = not isinstance(q.stack, Torchtitan) or "zero" in q.fixed
+    stage_is_open = not q.facts.chooses_zero or "zero" in q.fixed
     optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else (None,)
     experts = q.spec.experts
     eps = q.options("ep", [n for n in divisors(dp) if experts and experts % n == 0] or (1,))
-    stages = (3,) if isinstance(q.stack, Torchtitan) and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
+    stages = (3,) if q.facts.chooses_zero and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
     offloads = q.options("offload", (None, "optimizer", "optimizer+parameters"))
     for optimizer, ep, offload in product(q.options("optimizer", optimizers), eps, offloads):
         if optimizer == "muon" and (offload or ep > 1):  # torch's takes whole matrices, on the card

@@ -10,11 +10,9 @@ from importlib.util import find_spec
 from ...base.compat import KNOWN, check, project_of
 from ...base.errors import NotAvailable
 from ...specs.model import ModelSpec
-from ...specs.run import Training
-from ...specs.stacks import StackOptions
+from ...specs.run import Training, stack_of
 from ...step.step import Step
 
-SCRIPTS = ("deepspeed", "litgpt", "megatron")  # those whose code names "cuda" itself, as users' scripts do
 Build = Callable[..., Step]
 
 
@@ -24,8 +22,7 @@ def builder(spec: ModelSpec, run: Training) -> Build:
 
     Raises NotAvailable for an option that is not simulated, and without the package.
     """
-    stack = run.stack
-    assert isinstance(stack, StackOptions)
+    stack = stack_of(run)
     if stack.package is None:
         raise NotAvailable(f"stack={stack.name!r} is not simulated; ask lab.estimate")
     version, project = KNOWN[stack.package][1], project_of(stack.package)

@@ -68,6 +68,8 @@ class StackOptions(Spec):
     transformer_engine: bool = False  # whether layers are Transformer Engine's
     tp_comm_overlap: bool = False  # whether what tensor parallelism sends goes in parts behind products
     overlap_param_gather: bool = False  # whether ZeRO-1 gathers parameters behind forward
+    gradient_accumulation_fusion: bool = False  # whether products add weights' gradients to their sums themselves
+    cross_entropy_fusion_impl: str | None = None  # of the loss
     cuda_launch_blocking: bool = False  # whether the host waits for each kernel
     cuda_graph_impl: str | None = None  # of one CUDA graph that has all passes of a step
 
