@@ -43,7 +43,6 @@ class Settings(Protocol):
     def stack(self) -> Any: ...
 
 
-TRANSFORMERS = "transformers"
 DEEPSPEED_COMMON: dict[str, Any] = {
     "gradient_clipping": 0.0,  # the default is 1.0: gradients would be clipped unasked
     "zero_allow_untested_optimizer": True,  # torch's own optimizers
@@ -59,20 +58,15 @@ DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {
 }
 
 
-def stack_name(run: Any) -> str:
-    """Return the name of the run's stack."""
-    return str(getattr(run.stack, "name", run.stack))
-
-
-def check_stack(name: str, run: Any) -> None:
-    """Raise SpecError where another stack than `name` or transformers trains, whose options its files cannot say."""
-    if stack_name(run) not in (TRANSFORMERS, name):
-        raise SpecError(f"stack={stack_name(run)!r} is not {name}")
+def check_stack(run: Any, why: str, *names: str) -> None:
+    """Raise SpecError, with `why`, unless transformers trains, or a stack with one of these `names`."""
+    if (name := getattr(run.stack, "name", run.stack)) not in ("transformers", *names):
+        raise SpecError(f"stack={name!r}{why}")
 
 
 def deepspeed_config(run: Settings) -> dict[str, Any]:
     """Return the config that `deepspeed.initialize` takes; raises SpecError for what DeepSpeed's ZeRO cannot do."""
-    check_stack("deepspeed", run)
+    check_stack(run, " is not deepspeed", "deepspeed")
     _data_parallel_alone("DeepSpeed", run)
     _one_copy("DeepSpeed", run)
     if not run.sync_each_batch:
@@ -112,8 +106,7 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
     gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_each_batch=True).
     Accelerate's FSDP2 reduces gradients in half precision too, whatever `reduce_dtype` is.
     """
-    if stack_name(run) != TRANSFORMERS:
-        raise SpecError(f"stack={run.stack.name!r}: its options are not among Accelerate's settings")
+    check_stack(run, ": its options are not among Accelerate's settings")
     _data_parallel_alone("Accelerate", run)
     _one_copy("Accelerate", run)
     # DDP runs under autocast. DeepSpeed, and FSDP2's policy, keep fp32 copies or shards and compute in half precision.

@@ -118,7 +118,7 @@ def schedule_name(run: Any) -> str:
 def _check(run: Any, name: str) -> None:
     if name not in FLAVORS:
         raise SpecError(f"torchtitan has no flavor of {name}, only of {', '.join(FLAVORS)}")
-    check_stack("torchtitan", run)
+    check_stack(run, " is not torchtitan", "torchtitan")
     wanted: dict[str, tuple[str | None, ...]] = {
         "lora": (None,), "quantization": (None,), "offload": (None,), "kernels": (None,), "optimizer": ("adamw",),
         "attention": ("sdpa",),

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import SpecError
-from .configs import TRANSFORMERS, check_stack, stack_name
+from .configs import check_stack
 from .trainer import trainer_arguments
 
 
 def _data_parallel(tool: str, run: Any) -> None:
-    if stack_name(run) != TRANSFORMERS:
-        raise SpecError(f"stack={run.stack.name!r} has its own trainer, not that of {tool}")
+    check_stack(run, f" has its own trainer, not that of {tool}")
     for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
         if getattr(run, axis) > 1:
             raise SpecError(f"{axis}={getattr(run, axis)}: llmlab writes files of {tool} for data parallelism only")
@@ -120,10 +119,10 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     for field, values in wanted.items():
         if getattr(run, field) not in values:
             raise SpecError(f"Megatron-LM with {field}={getattr(run, field)!r} is not supported here")
-    check_stack("megatron", run)
+    check_stack(run, " is not megatron", "megatron")
     if spec.family not in MEGATRON_FAMILIES:
         raise SpecError(f"a model of {spec.family} has no arguments here, only {', '.join(MEGATRON_FAMILIES)}")
-    options = None if stack_name(run) == TRANSFORMERS else run.stack
+    options = run.stack if hasattr(run.stack, "name") else None  # what Megatron-LM does by default
     if options is None and run.checkpointing == "selective":
         raise SpecError("checkpointing='selective' of Megatron-LM recomputes less, attention's core alone: give "
                         "stack='megatron', or 'full'")  # fmt: skip

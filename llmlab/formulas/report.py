@@ -199,7 +199,7 @@ def _notes(
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
     if isinstance(run, Training) and run.quantization:
         yield from _around_quantized(run)
-    if pages_states(run):
+    if stack_of(run).paged(run):
         yield PAGED_STATES
     if stack_of(run).cuda_graph_impl:
         yield Note("cuda-graph-pool", "The step's CUDA graph has a private memory pool, which is not counted.")
@@ -224,11 +224,6 @@ def _notes(
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")
-
-
-def pages_states(run: Run) -> bool:
-    """Return whether the optimizer's states are in memory of the driver's, which no size of a report includes."""
-    return stack_of(run).paged(run)
 
 
 def _around_quantized(run: Training) -> Iterator[Note]:

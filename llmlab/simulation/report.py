@@ -15,7 +15,7 @@ from ..base.errors import NotAvailable, SpecError
 from ..base.notes import Note
 from ..base.terms import Outcome
 from ..base.units import show_bytes
-from ..formulas.report import PAGED_STATES, pages_states
+from ..formulas.report import PAGED_STATES
 from ..formulas.time.operators import logits_of
 from ..formulas.time.step import mfu, tokens_of
 from ..formulas.time.timing import timing
@@ -302,7 +302,7 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
         notes.append(INT8_NOTE)
     if card and quantization_of(run) == "nf4":
         notes.append(NF4_NOTE)
-    if pages_states(run):
+    if stack_of(run).paged(run):
         notes.append(PAGED_STATES)
     return (*notes, *rank_notes(spec, run, card), *notes_of(recording.engine))
 

@@ -195,7 +195,7 @@ def step(
     gathered = _logits(spec, run, cluster, found)
     pipeline = _sends(spec, run, cluster, found)
     layers, within = layers_of(spec, run), tensor + context + experts
-    if within and not time.launches_wait(run):
+    if within and not stack_of(run).cuda_launch_blocking:
         block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
     alike = {n: _stage(n, block, NOTHING, m) for n in set(layers[:-1])}

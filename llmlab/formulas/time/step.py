@@ -154,22 +154,19 @@ def update_after(
     return max(update, update_host_seconds(spec, run, found.host) - ahead)
 
 
-def launches_wait(run: Training) -> bool:
-    """Whether the host starts a kernel when the one before it is done, so that its time comes to the card's."""
-    return stack_of(run).cuda_launch_blocking
-
-
 def host_waits(run: Training, computed: Passes) -> float:
     """Return for how many seconds the host, besides what it takes itself, waits for the card in a step's passes."""
-    return computed.card if launches_wait(run) else loss_waits(run, computed.products.get("head", 0.0), computed.loss)
+    waits = stack_of(run).cuda_launch_blocking
+    return computed.card if waits else loss_waits(run, computed.products.get("head", 0.0), computed.loss)
 
 
 def loss_waits(run: Training, head: float, loss: float) -> float:
     """Return for how much of these seconds of the head and the loss the host waits: all where it waits for each kernel,
     and what forward has of them where it looks at a micro-batch's loss before it starts backward."""
-    if launches_wait(run):
+    stack = stack_of(run)
+    if stack.cuda_launch_blocking:
         return head + loss
-    if not (stack := stack_of(run)).checks_losses:
+    if not stack.checks_losses:
         return 0.0
     forward, backward = OWN_LOGITS[stack.name][stack.cross_entropy_fusion_impl]
     return head / (2 if run.lora else 3) + forward / (forward + backward) * loss  # a frozen head has no gradient

@@ -198,7 +198,7 @@ def _spread(run: Training, found: Kernels, beyond: float) -> float:
         widest.append(spread["transferred"])
     if run.tp * run.pp > 1:
         widest.append(spread["cut"])
-    if run.pp > 1 and not stack_of(run).own_kernels:
+    if run.pp > 1 and not stack_of(run).timed_pipelines:
         widest.append(spread["pipeline"])  # whose engine is not known: DeepSpeed's took longer than Megatron-LM's
     return hypot(max(widest), min(1.0, beyond) * spread["beyond"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...base.errors import SpecError
 from .options import StackOptions
@@ -79,6 +79,7 @@ class Megatron(StackOptions):
     own_sums = True  # core/distributed/param_and_grad_buffer.py
     ties_heads = True
     half_adapters = True
+    timed_pipelines = True  # core/pipeline_parallel/schedules.py
     pads_vocabulary = True  # make_vocab_size_divisible_by
     names_cuda = True
     without_lora = "Megatron-LM's arguments have no lora"
@@ -130,31 +131,7 @@ class Megatron(StackOptions):
 
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
-        self._check_choices(
-            recompute=(None, *get_args(Recompute)),
-            recompute_method=(None, *get_args(RecomputeMethod)),
-            transformer_engine=(True, False),
-            masked_softmax_fusion=(True, False),
-            apex=(True, False),
-            tp_comm_overlap=(True, False),
-            overlap_grad_reduce=(True, False),
-            overlap_param_gather=(True, False),
-            async_tensor_model_parallel_allreduce=(True, False),
-            gradient_accumulation_fusion=(True, False),
-            bias_swiglu_fusion=(True, False),
-            apply_rope_fusion=(True, False),
-            overlap_p2p_communication=(True, False),
-            cuda_launch_blocking=(True, False),
-            cuda_graph_impl=(None, *get_args(CudaGraphs)),
-            accumulate_allreduce_grads_in_fp32=(None, True, False),
-            fp8_recipe=(None, *get_args(FP8Recipe)),
-            fp8_param_gather=(True, False),
-            expandable_segments=(True, False),
-            use_precision_aware_optimizer=(True, False),
-            distributed_fused_adam=(None, *get_args(FusedAdam)),
-            defer_embedding_wgrad_compute=(True, False),
-            cross_entropy_fusion_impl=(None, *get_args(FusedLoss)),
-        )
+        self._check_options()
         if (asked := self.moe_expert_capacity_factor) is not None:
             try:
                 capacity = float(asked)

@@ -29,18 +29,16 @@ class Nanotron(StackOptions):
     package = None
     families = ("llama",)
     ties_heads = True
+    fused_adamw = True  # torch_adam_is_fused
     dtensors = False  # parallel/tensor_parallel/nn.py
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16",),
         "optimizer": ("adamw",),
         "checkpointing": (None, "full"),
         "attention": ("flash",),
-        "lora": (None,),
-        "quantization": (None,),
+        **dict.fromkeys(("lora", "quantization"), (None,)),
         "zero": (0, 1),
-        "cp": (1,),
-        "ep": (1,),
-        "dp_replicate": (1,),
+        **dict.fromkeys(("cp", "ep", "dp_replicate"), (1,)),
         "schedule": ("1f1b",),
         "virtual_stages": (1,),
         "loss_parallel": (True,),
@@ -56,12 +54,7 @@ class Nanotron(StackOptions):
     tp_recompute_allgather: bool = True
 
     def __post_init__(self) -> None:
-        self._check_choices(accumulate_grad_in_fp32=(True, False), tp_recompute_allgather=(True, False))
-
-    @property
-    def fused_adamw(self) -> bool:
-        """Whether AdamW updates in place, without temporaries: torch_adam_is_fused."""
-        return True
+        self._check_options()
 
     @property
     def sums_in_fp32(self) -> bool:

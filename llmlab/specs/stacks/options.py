@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
 
 from ...base.errors import SpecError
 from ..fields import Spec
@@ -49,6 +50,7 @@ class StackOptions(Spec):
     counts_ends: ClassVar[bool] = False  # whether its pipelines count embedding and head as layers where they need not
     counts_rows: ClassVar[bool] = False  # whether sums over equal tokens are counted in the embedding's backward
     counts_hooks: ClassVar[bool] = False  # whether the host's time for FSDP2's hooks and for DTensor is counted
+    timed_pipelines: ClassVar[bool] = False  # whether rates come from its own pipelines, not from unnamed engines'
     pads_vocabulary: ClassVar[bool] = False  # whether rows of logits are padded to whole 16 bytes
     names_cuda: ClassVar[bool] = False  # whether its code names the device "cuda" itself, as users' scripts do
     chooses_zero: ClassVar[bool] = False  # whether a plan leaves the stage of ZeRO to it
@@ -164,6 +166,11 @@ class StackOptions(Spec):
         """Whether each parameter of `run` is updated as soon as it has its gradient."""
         return False
 
+    def _check_options(self) -> None:
+        """Raise SpecError for an option whose value is none of those that its type lists."""
+        stack: Any = type(self)
+        self._check_choices(**_choices(stack))
+
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError where an option cannot go with the run's fields `given`."""
 
@@ -177,3 +184,19 @@ class StackOptions(Spec):
     def to_dict(self) -> dict[str, Any]:
         """Return the stack's name and the options as JSON-ready values."""
         return {"name": self.name, **super().to_dict()}
+
+
+@cache
+def _choices(stack: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the values that options may have, of those that are True or False, or whose names are listed."""
+    hints = get_type_hints(stack)
+    listed = {f.name: _listed(hints[f.name]) for f in fields(stack)}
+    return {option: values for option, values in listed.items() if any(values)}
+
+
+def _listed(hint: Any) -> tuple[Any, ...]:
+    if hint is bool:
+        return True, False
+    if type(None) in get_args(hint):
+        return None, *(value for each in get_args(hint) if each is not type(None) for value in _listed(each))
+    return get_args(hint) if all(isinstance(value, str) for value in get_args(hint)) else ()

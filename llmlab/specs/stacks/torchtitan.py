@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...base.errors import SpecError
 from .options import StackOptions
@@ -62,10 +62,7 @@ class Torchtitan(StackOptions):
         "optimizer": ("adamw",),
         "attention": ("sdpa", "flash"),
         "loss_parallel": (True,),
-        "lora": (None,),
-        "quantization": (None,),
-        "offload": (None,),
-        "kernels": (None,),
+        **dict.fromkeys(("lora", "quantization", "offload", "kernels"), (None,)),
         "virtual_stages": (1, 2),
         "sync_each_batch": (True,),
         "reduce_dtype": ("fp32",),
@@ -109,14 +106,7 @@ class Torchtitan(StackOptions):
 
     def __post_init__(self) -> None:
         self._check_counts("every")
-        self._check_choices(
-            ac=(None, *get_args(TitanAC)),
-            keeps_attention=(True, False),
-            reshard_after_forward=get_args(Reshard),
-            optimizer=get_args(TitanOptimizer),
-            norm_type=get_args(TitanNorm),
-            compile_loss=(True, False),
-        )
+        self._check_options()
 
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for DDP, for a precision that torchtitan does not have with these degrees (see `sets`), for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...base.errors import SpecError
 from .options import StackOptions
@@ -39,6 +39,7 @@ class Torchtune(StackOptions):
     families = ("llama",)
     ties_heads = True
     half_adapters = True
+    fused_adamw = True
     torchao_nf4 = True  # modules/peft/lora.py
     reshards_model = True  # training/_distributed.py, shard_model
     loss_after_model = True  # recipes/full_finetune_distributed.py
@@ -55,14 +56,8 @@ class Torchtune(StackOptions):
         "attention": ("sdpa",),
         "quantization": (None, "nf4"),
         "zero": (0, 2, 3),
-        "tp": (1,),
-        "pp": (1,),
-        "cp": (1,),
-        "ep": (1,),
-        "dp_replicate": (1,),
-        "offload": (None,),
-        "kernels": (None,),
-        "fp8": (None,),
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate"), (1,)),
+        **dict.fromkeys(("offload", "kernels", "fp8"), (None,)),
         "sync_each_batch": (True,),
         "reduce_dtype": ("fp32",),
     }
@@ -79,14 +74,7 @@ class Torchtune(StackOptions):
     def __post_init__(self) -> None:
         if self.num_output_chunks:
             self._check_counts("num_output_chunks")
-        self._check_choices(
-            enable_activation_checkpointing=(None, True, False),
-            enable_activation_offloading=(True, False),
-            optimizer=(None, *get_args(TuneOptimizer)),
-            optimizer_in_bwd=(None, True, False),
-            packed=(True, False),
-            fsdp_reshard_after_forward=(True, False),
-        )
+        self._check_options()
         layers = self.custom_sharded_layers
         if layers is None:
             return
@@ -94,11 +82,6 @@ class Torchtune(StackOptions):
         if layers and set(layers) != SHARDED_ALONE:
             raise SpecError(f"custom_sharded_layers={layers!r} is neither () nor ('tok_embeddings', 'output')")
         object.__setattr__(self, "custom_sharded_layers", layers)
-
-    @property
-    def fused_adamw(self) -> bool:
-        """Whether AdamW updates in place, without temporaries."""
-        return True
 
     def own_head(self, run: Any) -> bool:
         """Whether the head of `run` is a unit of FSDP2, and the embedding another; tied ones are none."""
