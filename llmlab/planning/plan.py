@@ -41,12 +41,12 @@ def plan(
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     fixed = dict(fixed or {})
     check_question(global_batch, method, allow, tokens, goal, fixed, within)
-    where, stack = machines(gpus), resolved(fixed.pop("stack", stack))
+    where, trained = machines(gpus), options_of(resolved(fixed.pop("stack", stack)))
     check_degrees(fixed, where if goal != "cheapest" else None, global_batch)
-    if method != "full" and (why := options_of(stack).without_lora):
-        raise SpecError(f"method={method!r} and stack={options_of(stack).name!r} contradict each other: {why}")
+    if method != "full" and (why := trained.without_lora):
+        raise SpecError(f"method={method!r} and stack={trained.name!r} contradict each other: {why}")
     spec = find_model(model)
-    question = Question(spec, global_batch, method, frozenset(allow), fixed, stack, goal, tokens, within)
+    question = Question(spec, global_batch, method, frozenset(allow), fixed, trained, goal, tokens, within)
     asked = list(priced(where)) if goal == "cheapest" else [where]
     search = Search(question, asked)
     confirmed = confirm(search, executor)

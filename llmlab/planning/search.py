@@ -157,7 +157,7 @@ class Search:
         self, fields: Mapping[str, Any], where: Machines, rest: tuple[Mapping[str, Any], ...]
     ) -> tuple[Mapping[str, Any], ...]:
         """Return the shares with which a program runs the shape; a stack that is named brings its own program."""
-        if self.question.facts.own_program:
+        if self.question.stack.own_program:
             return rest
         of_shape = (where.card.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
         left = []

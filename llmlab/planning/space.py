@@ -43,7 +43,7 @@ class Question:
     method: str = "full"
     allow: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    stack: StackOptions | str = TRANSFORMERS
+    stack: StackOptions = options_of(TRANSFORMERS)
     goal: str = "fastest"
     tokens: int | None = None
     within: float | None = None  # days
@@ -52,18 +52,13 @@ class Question:
     def seq_len(self) -> int:
         return int(self.fixed.get("seq_len", Training.seq_len))
 
-    @property
-    def facts(self) -> StackOptions:
-        """The stack with the facts of its code, transformers too."""
-        return options_of(self.stack)
-
     def options(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         """Return the values that `name` may have: those of `fixed`, else those of `values` that the stack has. Where it
         has none of them all are returned, and what is made of them says so."""
         if name in self.fixed:
             return (self.fixed[name],)
-        if name in self.facts.allowed:
-            return [value for value in values if value in self.facts.allowed[name]] or values
+        if name in self.stack.allowed:
+            return [value for value in values if value in self.stack.allowed[name]] or values
         return values
 
     def late(self, seconds: float, run: Training) -> bool:
@@ -109,7 +104,7 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
     precisions: tuple[str, ...] = (f"autocast-{half}", f"mixed-{half}") if method == "full" else (half,)
     if method == "full" and "precision" in q.allow and half == "bf16":
         precisions += ALLOWED["precision"]
-    if not set(precisions) & set(q.facts.allowed.get("precision", precisions)):
+    if not set(precisions) & set(q.stack.allowed.get("precision", precisions)):
         precisions = (half,)  # torchtune and LitGPT keep no fp32 copy
     base: dict[str, Any] = {"attention": "eager"} if "sdpa" not in attentions(q.spec.family) else {}
     if method != "full":
@@ -162,23 +157,23 @@ def _micro_batches(q: Question, batch: int, dp: int) -> Iterator[tuple[int, int]
 
 def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, Any]]:
     """Yield the stack, and of pipelines whose virtual stages are its option the interleaved schedules, too."""
-    if not q.facts.own_program:
+    if not q.stack.own_program:
         yield {}
         return
     yield {"stack": q.stack}
-    if q.facts.virtual_pipeline == 1 and pp > 1 and accumulation % pp == 0:
+    if q.stack.virtual_pipeline == 1 and pp > 1 and accumulation % pp == 0:
         for chunks in divisors(q.spec.layers // pp)[1:] if q.spec.layers % pp == 0 else ():
-            yield {"stack": replace(q.facts, virtual_pipeline=chunks)}
+            yield {"stack": replace(q.stack, virtual_pipeline=chunks)}
 
 
 def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
     """Yield who holds what, of `dp` data-parallel ranks; the optimizer where it is fixed or varied. torchtitan sets the
     ZeRO stage by itself: with context parallelism it shards what one data-parallel rank has."""
-    stage_is_open = not q.facts.chooses_zero or "zero" in q.fixed
+    stage_is_open = not q.stack.chooses_zero or "zero" in q.fixed
     optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else (None,)
     experts = q.spec.experts
     eps = q.options("ep", [n for n in divisors(dp) if experts and experts % n == 0] or (1,))
-    stages = (3,) if q.facts.chooses_zero and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
+    stages = (3,) if q.stack.chooses_zero and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
     offloads = q.options("offload", (None, "optimizer", "optimizer+parameters"))
     for optimizer, ep, offload in product(q.options("optimizer", optimizers), eps, offloads):
         if optimizer == "muon" and (offload or ep > 1):  # torch's takes whole matrices, on the card

@@ -166,8 +166,6 @@ def _sizes(spec: ModelSpec, run: Training) -> _Sizes:
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
     b = PRECISION[run.precision]
     less = gathered_less(spec, run, b.weights, layers)
-    # torchtitan's mixed_precision_reduce is float32, and Megatron-LM and nanotron sum what they accumulate in fp32 so;
-    # torch's own default is the gradients' dtype.
     wider = 4 // b.gradients if stack_of(run).accumulates_in_fp32(run.compute_dtype) else 1
     messages = 1, 1, 0.0  # FSDP's units are blocks
     if run.zero == 3 and (own := MESSAGES.get(stack_of(run).name)):

@@ -244,7 +244,7 @@ def block(share: Share) -> Block:
     if run.cp > 1:
         backward += (_ring(share),)
     around = LLAMA
-    if getattr(stack, "norm_type", "") == "rmsnorm" and not run.compile:
+    if stack.norm_type == "rmsnorm" and not run.compile:
         saved, backward = _written_out(saved), (*backward, WRITTEN_OUT)
         around = LLAMA._replace(outside=_written_out(LLAMA.outside), norm_backward=(IN_FP32,))
     qwen = share.spec.family != "llama"
