@@ -16,7 +16,7 @@ from typing import Any
 from ..specs.generic import attentions
 from ..specs.model import ModelSpec
 from ..specs.run import LoRA, Training
-from ..specs.stacks import TRANSFORMERS, StackOptions, options_of
+from ..specs.stacks import StackOptions, Transformers
 from .machines import Machines
 
 # Fields, and degrees that are 1 or more, on which depends whether a program of files/ runs a candidate.
@@ -43,7 +43,7 @@ class Question:
     method: str = "full"
     allow: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    stack: StackOptions = options_of(TRANSFORMERS)
+    stack: StackOptions = field(default_factory=Transformers)
     goal: str = "fastest"
     tokens: int | None = None
     within: float | None = None  # days

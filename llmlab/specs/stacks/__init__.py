@@ -21,7 +21,7 @@ from .torchtune import Torchtune
 from .transformers import Transformers
 
 __all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "LitGPT", "Megatron", "Nanotron", "StackOptions", "Torchtitan",
-           "Torchtune", "check_stack", "options_of", "resolved", "stack_from_dict"]  # fmt: skip
+           "Torchtune", "Transformers", "check_stack", "options_of", "resolved", "stack_from_dict"]  # fmt: skip
 
 TRANSFORMERS = Transformers.name
 STACKS: dict[str, type[StackOptions]] = {
