@@ -23,13 +23,13 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     Raises NotAvailable for an option that is not simulated, and without the package.
     """
     stack = stack_of(run)
-    if stack.package is None:
+    if not stack.has_package:
         raise NotAvailable(f"stack={stack.name!r} is not simulated; ask lab.estimate")
-    version, project = KNOWN[stack.package][1], project_of(stack.package)
+    version, project = KNOWN[stack.name][1], project_of(stack.name)
     how = f"pip install {project}=={version}"
     if stack.name != "deepspeed":  # which is among the constraints
         how += ", or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
-    if find_spec(stack.package) is None:
+    if find_spec(stack.name) is None:
         raise NotAvailable(f"simulating stack={stack.name!r} needs {project} {version}: {how}")
     found = metadata.version(project)
     if found != version:
@@ -37,6 +37,6 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     own = import_module(f"{__name__}.{stack.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are not installed, as they are imported
-        check(stack.package)
+        check(stack.name)
         own.check(spec, run)
     return own.build

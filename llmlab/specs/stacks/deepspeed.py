@@ -32,7 +32,6 @@ class DeepSpeed(StackOptions):
     """
 
     name = "deepspeed"
-    package = "deepspeed"
     families = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
     ties_heads = True
     own_model = False
@@ -71,7 +70,7 @@ class DeepSpeed(StackOptions):
             if isinstance(value, float) and value.is_integer():
                 object.__setattr__(self, name, int(value))
         self._check_counts(*COUNTS)
-        self._check_options()
+        super().__post_init__()
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the sections of DeepSpeed's configuration that say these options, where they are not its defaults."""

@@ -23,7 +23,6 @@ class LitGPT(StackOptions):
     """
 
     name = "litgpt"
-    package = "litgpt"
     families = ("llama",)
     half_adapters = True
     flat_parameters = True  # Fabric's FSDPStrategy

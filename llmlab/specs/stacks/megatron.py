@@ -73,7 +73,6 @@ class Megatron(StackOptions):
     """
 
     name = "megatron"
-    package = "megatron"
     families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "phi3")
     own_kernels = True  # core/fusions, Apex's, Transformer Engine's
     own_sums = True  # core/distributed/param_and_grad_buffer.py
@@ -131,7 +130,7 @@ class Megatron(StackOptions):
 
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
-        self._check_options()
+        super().__post_init__()
         if (asked := self.moe_expert_capacity_factor) is not None:
             try:
                 capacity = float(asked)

@@ -26,7 +26,7 @@ class Nanotron(StackOptions):
     """
 
     name = "nanotron"
-    package = None
+    has_package = False
     families = ("llama",)
     ties_heads = True
     fused_adamw = True  # torch_adam_is_fused
@@ -52,9 +52,6 @@ class Nanotron(StackOptions):
 
     accumulate_grad_in_fp32: bool = True
     tp_recompute_allgather: bool = True
-
-    def __post_init__(self) -> None:
-        self._check_options()
 
     @property
     def sums_in_fp32(self) -> bool:

@@ -25,7 +25,7 @@ class StackOptions(Spec):
     """
 
     name: ClassVar[str]
-    package: ClassVar[str | None]  # what simulating it imports; None: it is not simulated
+    has_package: ClassVar[bool] = True  # whether simulating it imports a package of its name; else it is not simulated
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     undescribed: ClassVar[Mapping[str, str]] = {}  # options, or values of fields, that its code has: why not
     own_names: ClassVar[Mapping[str, str]] = {}  # by field of Training: the stack's own option that says the same
@@ -147,7 +147,7 @@ class StackOptions(Spec):
 
     def blocks_again(self, run: Any, layers: int) -> int:
         """Return of how many blocks, of a rank's `layers`, backward computes something again where it does at all."""
-        return layers
+        return layers // (self.recomputes_one_in or 1)
 
     def layers_of(self, spec: ModelSpec, stages: int) -> tuple[int, ...] | None:
         """Return how many layers each of `stages` has, if they are divided by cost; else None."""
@@ -166,7 +166,7 @@ class StackOptions(Spec):
         """Whether each parameter of `run` is updated as soon as it has its gradient."""
         return False
 
-    def _check_options(self) -> None:
+    def __post_init__(self) -> None:
         """Raise SpecError for an option whose value is none of those that its type lists."""
         stack: Any = type(self)
         self._check_choices(**_choices(stack))

@@ -37,7 +37,6 @@ class Torchtitan(StackOptions):
     """
 
     name = "torchtitan"
-    package = "torchtitan"
     families = ("llama", "qwen3", "qwen3_moe")
     expandable_segments = True  # run_train.sh
     own_experts = True  # models/llama4/infra/parallelize.py, apply_fsdp
@@ -91,10 +90,6 @@ class Torchtitan(StackOptions):
         """mixed_precision_reduce is float32."""
         return True
 
-    def blocks_again(self, run: Any, layers: int) -> int:
-        """One of `every`, counted through a rank's blocks."""
-        return layers // (self.recomputes_one_in or 1)
-
     def own_head(self, run: Any) -> bool:
         """The final norm and the head are a unit, the embedding is another (infra/parallelize.py, apply_fsdp)."""
         return True
@@ -106,7 +101,7 @@ class Torchtitan(StackOptions):
 
     def __post_init__(self) -> None:
         self._check_counts("every")
-        self._check_options()
+        super().__post_init__()
 
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for DDP, for a precision that torchtitan does not have with these degrees (see `sets`), for

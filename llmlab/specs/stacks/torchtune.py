@@ -35,7 +35,6 @@ class Torchtune(StackOptions):
     """
 
     name = "torchtune"
-    package = "torchtune"
     families = ("llama",)
     ties_heads = True
     half_adapters = True
@@ -74,7 +73,7 @@ class Torchtune(StackOptions):
     def __post_init__(self) -> None:
         if self.num_output_chunks:
             self._check_counts("num_output_chunks")
-        self._check_options()
+        super().__post_init__()
         layers = self.custom_sharded_layers
         if layers is None:
             return

@@ -13,7 +13,7 @@ class Transformers(StackOptions):
     DeepSpeed's by the fields `zero` and `offload`. It has no options."""
 
     name = "transformers"
-    package = None
+    has_package = False
     own_program = False
     own_model = False
     ties_heads = True
