@@ -19,9 +19,9 @@ import torch
 from provenance import provenance, table, write
 
 import llmlab as lab
-from llmlab.architectures.small import small_ids, small_model
-from llmlab.inference import generate
-from llmlab.inference.generate import CACHES
+from llmlab.course.architectures.small import small_ids, small_model
+from llmlab.course.inference import generate
+from llmlab.course.inference.generate import CACHES
 
 LENGTH, BAR = 512, 3.0
 HEADER = ["cache", "seconds for the text", "ms per token", "times as fast as none"]

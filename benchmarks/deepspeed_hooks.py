@@ -28,7 +28,7 @@ from provenance import provenance, titled_table
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmlab.experiments.engines import quiet_deepspeed
+from llmlab.course.experiments.engines import quiet_deepspeed
 from llmlab.formulas.time.host import TRANSFORMERS
 from llmlab.hardware.this_machine import host
 

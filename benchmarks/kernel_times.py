@@ -1,4 +1,4 @@
-"""llmlab.kernels beside naive PyTorch, torch.compile, Liger and SDPA, forward and with backward, in one run on one GPU.
+"""The kernels of the course beside naive PyTorch, torch.compile, Liger and SDPA, with and without backward, on a GPU.
 
     python benchmarks/kernel_times.py                             # prints
     python benchmarks/kernel_times.py --out benchmarks/results    # and writes kernel_times.md and .json; the JSON
@@ -42,11 +42,11 @@ from provenance import provenance, table, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmlab import kernels
 from llmlab.archive.store import SCHEMA, output_folder, slug, write_whole
 from llmlab.base.units import GiB, MiB
+from llmlab.course import kernels
+from llmlab.course.kernels.ladder import attention, cross_entropy, rms_norm
 from llmlab.hardware.this_machine import host
-from llmlab.kernels.ladder import attention, cross_entropy, rms_norm
 
 ROUNDS = 5
 TIMED_MS = 100  # per way and round
@@ -361,7 +361,7 @@ def why_not() -> str | None:
     lacking = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
     if lacking:
         return f"{' and '.join(lacking)} not installed: pip install 'llmlab[gpu]'"
-    from llmlab.kernels.rungs import INTERPRETED
+    from llmlab.course.kernels.rungs import INTERPRETED
 
     return "TRITON_INTERPRET=1 is set: the interpreter is no GPU" if INTERPRETED else None
 

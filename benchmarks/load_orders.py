@@ -54,9 +54,9 @@ class Requests(NamedTuple):
         parts = (self.before, *((self.taken if done else self.read)[index] for index, done in order), self.after)
         for what, value in (request for part in parts for request in part):
             if what == "malloc":
-                number, size = value
+                number, size, stream = value
                 try:
-                    addresses[number] = memory.malloc(size)
+                    addresses[number] = memory.malloc(size, stream)
                 except AllocatorOutOfMemory:
                     return None
             elif what == "free":
@@ -101,7 +101,7 @@ def _log(model: ModelLike, run: Run, card: GPU, load_order: LoadOrder) -> list[R
         def malloc(self, size: int, stream: int = 0) -> int:
             address = super().malloc(size, stream)
             numbers[address] = len(log)
-            log.append(("malloc", (len(log), size)))
+            log.append(("malloc", (len(log), size, stream)))
             return address
 
         def free(self, address: int) -> None:

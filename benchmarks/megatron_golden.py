@@ -17,7 +17,7 @@ import click
 import megatron_runs
 from provenance import provenance, table, write
 
-from llmlab.formulas.verdict import MEGATRON_HOLES
+from llmlab.formulas.verdict import MEGATRON
 
 MEDIAN_BAR, WORST_BAR, APART_BAR = 0.05, 0.15, 0.02
 HEADER = ["last rank of 8", "published peak, MiB", "estimated", "simulated", "held after a step, MiB", "estimated",
@@ -58,7 +58,7 @@ def main(out: Path | None) -> None:
         held, reserved, stays, peak = megatron_runs.recipe(name)
         sizes = f"{held / MiB:,.0f}", off(stays, held), f"{reserved / MiB:,.0f}", f"{peak / MiB:,.0f}"
         nemo.append([name, *sizes, f"{reserved / peak:.3f}"])
-    bound = f"What other runs of Megatron-LM reserved was at most {MEGATRON_HOLES:.2f} times their peak."
+    bound = f"What other runs of Megatron-LM reserved was at most {MEGATRON.holes:.2f} times their peak."
     lines = [*table(HEADER, rows), "", said, "", *table(RECIPES, nemo), "", bound, ""]
     text = "\n".join([*lines, provenance("llmlab", "torch", "megatron-core")])
     print(text)

@@ -1,66 +1,43 @@
-"""How much more room a step needs than the sum of its tensors: the margin in lab.estimate's verdict.
+"""How much more room a step needs than the sum of its tensors: the margins in lab.estimate's verdict.
 
-    python benchmarks/room.py                              # prints
+    python benchmarks/room.py                              # prints; seconds
     python benchmarks/room.py --out benchmarks/results     # and writes room.md
 
-A step is simulated once. Its requests are then sent to allocators with less and less room, until one runs out. A step
-runs in less room than it reserves on a large card, since an allocator that is short of memory frees its cached
-segments. NF4 bases are loaded in order, and by threads as transformers 5.0 to 5.3 did.
+The first table describes the steps of room_draws.csv by the kinds of formulas/verdict.py. The second one counts what
+`lab.estimate` says of published steps, with these margins and with one margin for all. The third one lists what ranks
+of Megatron-LM reserved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import click
-from load_orders import Requests, requests_of
-from past_releases import read_ahead
-from provenance import provenance, table, write
-from rich.progress import track
+import plans
+import room_draws
+from provenance import provenance, table, titled_table, write
 
 import llmlab as lab
-from llmlab.base.units import show_bytes
-from llmlab.formulas.verdict import HOLES, MEGATRON_EXPANDABLE_HOLES, MEGATRON_HOLES
-from llmlab.simulation.allocator.config import AllocatorConfig
-from llmlab.specs.run import Run
-from llmlab.step.quantized import one_at_a_time
+from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.report import assessed
+from llmlab.formulas.verdict import DRAWN, GENERATION, MEGATRON, OTHER, Kind, kind, verdict
+from llmlab.hardware.gpu import GPU
+from llmlab.specs.model import ModelSpec
+from llmlab.specs.run import Inference, Run, stack_of
 
-NEAR = 0.005  # the search ends when its bounds differ by this share of the room
-HEADER = ["step", "card", "lab.estimate", "reserved with room for all", "least room", "least room / estimate",
-          "with expandable segments / allocated"]  # fmt: skip
-EXPANDABLE = AllocatorConfig(expandable_segments=True)
-FOUR = lab.LoRA(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-ADAPTERS = {"lora": FOUR, "precision": "fp16"}
-QLORA = {**ADAPTERS, "quantization": "nf4"}
-STEPS: list[tuple[str, str, Run]] = [
-    ("gpt2", "T4", lab.Training(8, 1024)),
-    ("gpt2", "A100-80GB", lab.Training(24, 1024, "autocast-bf16")),
-    ("gpt2", "H100", lab.Training(16, 1024, "mixed-bf16", "sgd", "full", "eager", 2)),
-    ("gpt2-xl", "A100-80GB", lab.Training(3, 512, "autocast-fp16", checkpointing="selective")),
-    ("SmolLM2-360M", "A100-80GB", lab.Training(8, 2048, "autocast-bf16")),
-    ("SmolLM2-360M", "A100-80GB", lab.Training(8, 2048, "mixed-bf16", "adamw", "selective", "eager")),
-    ("SmolLM2-360M", "T4", lab.Training(1, 4096, attention="eager", checkpointing="full", **ADAPTERS)),
-    ("TinyLlama-1.1B", "T4", lab.Training(4, 256, optimizer="adamw-8bit", checkpointing="full")),
-    ("TinyLlama-1.1B", "T4", lab.Training(8, 1024, attention="eager", checkpointing="full", **QLORA)),
-    ("TinyLlama-1.1B", "H100", lab.Training(3, 2048, "autocast-fp16", checkpointing="full", accumulation=2)),
-    ("Llama-3.2-1B", "H100", lab.Training(3, 2048, "fp16", "adamw", "full", "eager")),
-    ("Llama-3.2-1B", "A100-80GB", lab.Inference(32, 1024, 64)),
-    ("SmolLM2-1.7B", "A100-80GB", lab.Training(8, 256, "fp16", "adamw-8bit", attention="eager")),
-    ("SmolLM2-1.7B", "A100-80GB", lab.Training(3, 512, attention="eager", checkpointing="selective", **QLORA)),
-    ("SmolLM2-1.7B", "H100", lab.Training(6, 4096, checkpointing="full", **QLORA)),
-    ("Qwen2.5-1.5B", "T4", lab.Training(3, 2048, "autocast-fp16", "adamw", "selective", "eager", 2)),
-    ("Qwen3-4B", "H100", lab.Training(1, 2048, checkpointing="full", **QLORA)),
-    ("Qwen3-4B", "H100", lab.Training(2, 2048, "bf16", "adamw", "full", "eager")),
-    ("Mistral-7B-v0.3", "H100", lab.Inference(4, 512, 16)),
-    ("Qwen2.5-7B", "T4", lab.Training(1, 1024, checkpointing="full", **QLORA)),
-    ("Llama-3.1-8B", "A100-80GB", lab.Training(1, 256, "fp16", attention="eager", accumulation=2)),
-]
+SHARE = 0.95  # of a kind's draws, which its factor covers
+OF_DRAWS = ["steps drawn at random", "steps", "median", "95 %", "most", "covered by the other half's 95 %",
+            "of them on several GPUs", "covered by 95 % of all", "reserved / allocated, 95 %",
+            "expandable segments / allocated, 95 %", "loaded by threads, 95 %"]  # fmt: skip
 
 # What ranks of Megatron-LM printed of themselves, in MB: the most allocated, and the most reserved. Dense models since
 # 2024 (megatron-core with Transformer Engine), none short of memory; equal lines of a log count once.
-MEGATRON: tuple[tuple[str, float, float], ...] = (
+RANKS: tuple[tuple[str, float, float], ...] = (
     ("Llama 2 7B in 4 stages, RTX 4090 of 48 GB, core 0.10, rank 0", 30_227.6, 31_086),
     ("the same, rank 2", 25_079.3, 25_890),
     ("the same, rank 4", 20_931.0, 21_534),
@@ -79,59 +56,108 @@ MEGATRON: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def least_room(asked: Requests, order: list[tuple[int, bool]]) -> tuple[int, int, int]:
-    """Return the bytes allocated and reserved without a limit, and the least room in which the step runs."""
-    free = asked._replace(room=None).in_order(order)
-    assert free is not None  # nothing is refused without a limit
-    too_small, enough = free.allocated - 1, free.reserved
-    while enough - too_small > NEAR * enough:
-        room = (too_small + enough) // 2
-        if asked._replace(room=room).in_order(order):
-            enough = room
-        else:
-            too_small = room
-    return free.allocated, free.reserved, enough
+class Ratios(NamedTuple):
+    """The least room of a draw over its estimate, also after threads loaded its weights, and over what it allocates the
+    room that it needs with expandable segments, and that it reserves with room for everything."""
+
+    number: int
+    least: float
+    threads: float | None
+    expandable: float
+    reserved: float
 
 
-def rows(name: str, card: str, run: Run) -> Iterable[tuple[list[str], float, float]]:
-    """Yield the text of a step's row for each way of loading it, the ratio of its room to the estimate, and that of its
-    room with expandable segments to what it allocates."""
-    estimated = lab.estimate(name, run, card).peak_allocated
-    assert estimated is not None
-    asked = requests_of(name, run, card)
-    orders = {"": list(one_at_a_time(asked.sizes))}
-    if asked.sizes:
-        orders = {", loaded in order": orders[""], ", by threads": list(read_ahead(asked.sizes, seed=0))}
-    for said, order in orders.items():
-        _, reserved, room = least_room(asked, order)
-        allocated, _, expandable = least_room(asked._replace(config=EXPANDABLE), order)
-        sizes = [show_bytes(size) for size in (estimated, reserved, room)]
-        ratios = room / estimated, expandable / allocated
-        yield [f"{name}, `{run!r}`{said}", card, *sizes, *(f"{ratio:.3f}" for ratio in ratios)], *ratios
+def quantile(values: Iterable[float], share: float = SHARE) -> float:
+    """Return the smallest of `values` that at least `share` of them do not exceed.
+
+    >>> quantile(range(1, 101)), quantile([3.0, 1.0, 2.0])
+    (95, 3.0)
+    """
+    found = sorted(values)
+    return found[ceil(share * len(found)) - 1]
+
+
+def kind_of(spec: ModelSpec, run: Run, card: GPU) -> Kind:
+    """Return the kind of a run at the peak of its first pipeline stage."""
+    if isinstance(run, Inference):
+        return GENERATION
+    return kind(spec, run, max(training_moments(spec, run, card), key=lambda moment: moment.total))
+
+
+def by_kind() -> dict[Kind, list[Ratios]]:
+    """Return the ratios of all draws by kind."""
+    found: dict[Kind, list[Ratios]] = {sort: [] for sort in DRAWN}
+    for row in room_draws.rows():
+        spec, run, card = lab.model(row.draw.model), row.draw.run, lab.gpu(row.draw.gpu)
+        estimate = lab.estimate(spec, run, card).peak_allocated
+        assert estimate is not None
+        threads = row.threads / estimate if row.threads else None
+        ratios = Ratios(row.number, row.least / estimate, threads, row.expandable / row.allocated,
+                        row.reserved / row.allocated)  # fmt: skip
+        found[kind_of(spec, run, card)].append(ratios)
+    return found
+
+
+def covered(ratios: Sequence[Ratios]) -> float:
+    """Return the share of draws that need no more than the 95th percentile of the half that they are not in."""
+    halves = [[each.least for each in ratios if each.number // 2 % 2 == half] for half in (0, 1)]
+    within = [value <= quantile(other) for half, other in (halves, halves[::-1]) for value in half]
+    return sum(within) / len(within)
+
+
+def of_draws() -> Iterator[str]:
+    """Return the table of the draws by kind."""
+    found, lines = by_kind(), []
+    every = [each for ratios in found.values() for each in ratios]
+    for what, ratios in [*((sort.what, found[sort]) for sort in DRAWN), ("all", every)]:
+        least = [each.least for each in ratios]
+        most = quantile(least)
+        several = [each.least <= most for each in ratios if each.number >= room_draws.SEVERAL]
+        threads = [each.threads for each in ratios if each.threads]
+        lines.append([what, str(len(ratios)), f"{median(least):.3f}", f"{most:.3f}", f"{max(least):.3f}",
+                      f"{covered(ratios):.1%}", str(len(several)),
+                      f"{sum(several) / len(several):.1%}" if several else "–",
+                      f"{quantile(each.reserved for each in ratios):.3f}",
+                      f"{quantile(each.expandable for each in ratios):.3f}",
+                      f"{quantile(threads):.3f}" if threads else "–"])  # fmt: skip
+    yield from titled_table("Least room over lab.estimate's peak", OF_DRAWS, lines)
+
+
+def of_published() -> Iterator[str]:
+    """Return the table of what estimates say of published steps, with one margin for all and with one by kind."""
+    counts: dict[tuple[bool, str], tuple[Counter[str], Counter[str]]] = {}
+    for case in plans.cases():
+        if case.uncertain:
+            continue
+        spec, run, card = lab.model(case.model), case.run, lab.gpu(case.card)
+        where = "with another stack" if stack_of(run) else "on several GPUs" if run.world_size > 1 else "on one GPU"
+        report, fit = assessed(spec, run, card)
+        before = fit
+        if kind_of(spec, run, card) in DRAWN:
+            before = verdict(report.peak_allocated or 0, card, run.world_size)
+        for place in (where, "all"):
+            by_all, by_each = counts.setdefault((case.ran, place), (Counter(), Counter()))
+            by_all[before.outcome] += 1
+            by_each[fit.outcome] += 1
+    lines = []
+    for (ran, where), (by_all, by_each) in sorted(counts.items(), key=lambda each: (not each[0][0], each[0][1])):
+        cells = [f"{by_all[said]} → {by_each[said]}" for said in ("fits", "out of memory", "unknown")]
+        lines.append([f"{'ran' if ran else 'ran out of memory'}, {where}", str(by_each.total()), *cells])
+    title = f"What lab.estimate says of published steps: with a margin of {OTHER.holes:.2f} for all → by kind"
+    yield from titled_table(title, ["published steps", "", "fits", "out of memory", "unknown"], lines)
 
 
 @click.command(help="Compare the sum of a step's tensors with the least room it runs in.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write room.md into this folder.")
 def main(out: Path | None) -> None:
-    found = [row for step in track(STEPS, "steps") for row in rows(*step)]
-    ratios = sorted(ratio for _, ratio, _ in found)
-    narrow = max(ratio for *_, ratio in found)
-    said = (
-        f"- Least room over the estimate: {ratios[0]:.3f} to {ratios[-1]:.3f}, the median {median(ratios):.3f}. With "
-        f"{HOLES:.2f} times its sum of tensors on the card `lab.estimate` says that a run fits, with less than the "
-        "sum that it does not, and between both that it cannot tell. With expandable segments a step needs at most "
-        f"{narrow:.3f} times what it allocates; for Megatron-LM's, whose formula errs too, the bound is "
-        f"{MEGATRON_EXPANDABLE_HOLES:.2f}."
-    )
-    lines = [[what, f"{most:,.0f}", f"{reserved:,.0f}", f"{reserved / most:.3f}"] for what, most, reserved in MEGATRON]
-    shares = [reserved / most for _, most, reserved in MEGATRON]
+    lines = [[what, f"{most:,.0f}", f"{reserved:,.0f}", f"{reserved / most:.3f}"] for what, most, reserved in RANKS]
+    shares = [reserved / most for _, most, reserved in RANKS]
     own = (
         f"- Megatron-LM's ranks reserved {min(shares):.3f} to {max(shares):.3f} times their peak, the median "
-        f"{median(shares):.3f}: {MEGATRON_HOLES:.2f} is the bound of its steps."
+        f"{median(shares):.3f}: {MEGATRON.holes:.2f} is the bound of its steps."
     )
     header = ["Megatron-LM, as ranks printed it", "max allocated, MB", "max reserved, MB", "reserved / allocated"]
-    text = "\n".join([*table(HEADER, [cells for cells, *_ in found]), "", said, "", *table(header, lines), "", own, "",
-                      provenance("llmlab", "torch")])  # fmt: skip
+    text = "\n".join([*of_draws(), *of_published(), *table(header, lines), "", own, "", provenance("llmlab")])
     print(text)
     if out:
         write(out / "room.md", text)

@@ -1,6 +1,6 @@
 """How far derived formulas are from a simulation, over families of transformers, options and sizes drawn at random.
 
-    python benchmarks/traces.py --out benchmarks/results           # 57 families, two draws each: half an hour
+    python benchmarks/traces.py --out benchmarks/results           # 56 families, six draws each: an hour
     python benchmarks/traces.py --family olmo2 --family gpt_oss    # these alone
 
 Each draw is a config of a family with the widths of its class and few layers, a batch, a length and options.
@@ -11,8 +11,9 @@ and seconds are compared.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -38,7 +39,8 @@ FAMILIES = (
 )  # fmt: skip
 GPU = "B200"
 MOST = 6  # layers
-SOURCES = "derived", "derived-memory", "plain-transformer"  # notes
+WORST = 12  # draws that the page shows
+SOURCES = "derived", "derived-memory", "plain-transformer", "written"  # notes; of the ten families none
 
 
 def config_of(family: str) -> dict[str, Any]:
@@ -69,10 +71,6 @@ class Case(NamedTuple):
     time: float | None = None
     reason: str = ""
 
-    def row(self) -> list[str]:
-        errors = ("–" if error is None else f"{error:+.2%}" for error in (self.memory, self.time))
-        return [self.family, self.words, self.source, *errors]
-
 
 def case(family: str, draw: random.Random) -> Case:
     """Return a draw with its errors."""
@@ -93,27 +91,50 @@ def case(family: str, draw: random.Random) -> Case:
     return Case(family, words, source, memory, time)
 
 
+def errors_of(cases: Sequence[Case], what: str) -> list[float]:
+    """Return the absolute errors of the estimates, of "memory" or "time"."""
+    return [abs(error) for case in cases if (error := getattr(case, what)) is not None]
+
+
+def summary(cases: Sequence[Case], source: str) -> str:
+    """Return a sentence on all draws whose estimates have one source."""
+    chosen = [case for case in cases if case.source == source]
+    errors = {name: errors_of(chosen, what) for name, what in (("peak", "memory"), ("time", "time"))}
+    parts = [
+        f"{name} {median(values):.2%} at the median, {max(values):.2%} at most, more than 1 % in "
+        f"{sum(error > 0.01 for error in values)} of {len(values)}"
+        for name, values in errors.items() if values
+    ]  # fmt: skip
+    return f"- {source}, {len(chosen)} draws: {'; '.join(parts)}."
+
+
 def report(cases: Sequence[Case]) -> str:
-    """Return the page."""
-    derived = [case for case in cases if case.source == "derived"]
-    said = f"Of {len(cases)} draws {len(derived)} have derived formulas"
-    for what in ("memory", "time"):
-        errors = [abs(error) for case in derived if (error := getattr(case, what)) is not None]
-        if errors:
-            name = {"memory": "peak", "time": "time"}[what]
-            said += f"; their {name} is off by {median(errors):.2%} at the median and {max(errors):.2%} at most"
-            said += f" ({len(errors)} draws)"
-    header = ["family", "run", "formulas", "peak", "time"]
-    shown = table(header, [case.row() for case in cases], words=True)
-    lines = [f"{said}. The last two columns are estimate / simulation − 1.", "", *shown]
-    if reasons := [f"- {case.family}: {case.reason} …" for case in cases if case.reason]:
+    """Return the page: the errors by source and by family, the worst draws, and those that were not simulated."""
+    simulated = [case for case in cases if case.memory is not None]
+    lines = ["An error is |estimate / simulation − 1|. By where the formulas are from:", ""]
+    lines += [summary(cases, source) for source in SOURCES if any(case.source == source for case in simulated)]
+    rows = []
+    for family, group in groupby(cases, key=lambda case: case.family):
+        of_family = [*group]
+        figures = [f"{figure(errors):.2%}" if (errors := errors_of(of_family, what)) else "–"
+                   for what in ("memory", "time") for figure in (median, max)]  # fmt: skip
+        sources = Counter(case.source for case in of_family)
+        rows.append([family, ", ".join(f"{count} {source}" for source, count in sources.items()), *figures])
+    header = ["family", "draws", "peak, median", "peak, worst", "time, median", "time, worst"]
+    lines += ["", *table(header, rows, words=True), "", f"The {WORST} worst of the derived ones:", ""]
+    derived = [case for case in simulated if case.source == "derived"]
+    derived.sort(key=lambda case: -max(abs(case.memory or 0), abs(case.time or 0)))
+    signed = [[case.family, case.words, f"{case.memory or 0:+.2%}", f"{case.time or 0:+.2%}"]
+              for case in derived[:WORST]]  # fmt: skip
+    lines += table(["family", "run", "peak", "time"], signed, words=True)
+    if reasons := [f"- {case.family} ({case.words}): {case.reason} …" for case in cases if case.reason]:
         lines += ["", "Steps that were not simulated, with the beginning of the message:", "", *reasons]
     return "\n".join([*lines, "", provenance("llmlab", "torch", "transformers")])
 
 
 @click.command(help="Compare derived formulas with simulations.")
 @click.option("--family", "chosen", multiple=True, type=click.Choice(sorted(families())), help="Repeatable.")
-@click.option("--draws", default=2, show_default=True)
+@click.option("--draws", default=6, show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write traces.md into this folder.")
 def main(chosen: tuple[str, ...], draws: int, out: Path | None) -> None:
     cases = []

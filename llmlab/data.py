@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PYTHON_DOCS = "python-docs"
 # A copy, because each Python has another edition, and with another text every loss on a page would differ. Its licence
 # is beside it.
-PYTHON_DOCS_FILE = Path(__file__).parent / "architectures" / "small_llama" / "python-docs.txt"
+PYTHON_DOCS_FILE = Path(__file__).parent / "course" / "architectures" / "small_llama" / "python-docs.txt"
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # the 256 bytes, so that any text can be written, and END_OF_TEXT
 MAX_VOCAB = 8192  # as many as half a megabyte of text can fill; a model with a larger vocabulary gets ids below this

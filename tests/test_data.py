@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmlab import data
-from llmlab.architectures.small import stated
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
+from llmlab.course.architectures.small import stated
 
 
 @pytest.fixture(autouse=True)

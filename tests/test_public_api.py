@@ -11,7 +11,7 @@ from pathlib import Path
 import llmlab as lab
 
 LIST = Path(__file__).with_name("public_api.txt")
-PACKAGES = ("kernels", "quantize", "inference", "evaluate", "plots")  # public with all that they export
+PACKAGES = ("course.kernels", "course.quantize", "course.inference", "course.evaluate", "plots")  # all that they export
 
 
 def described(name, thing):
@@ -39,7 +39,7 @@ def described(name, thing):
 
 def public():
     """All lines, in order."""
-    homes = {"lab": lab, **{name: importlib.import_module(f"llmlab.{name}") for name in PACKAGES}}
+    homes = {"lab": lab, **{name.split(".")[-1]: importlib.import_module(f"llmlab.{name}") for name in PACKAGES}}
     return [
         line
         for short, home in homes.items()

@@ -10,15 +10,25 @@ import torch
 from typing_extensions import assert_type
 
 import llmlab as lab
-from llmlab import data, kernels, quantize
-from llmlab.architectures.llama import Llama
-from llmlab.architectures.small import small_model
+from llmlab import data
 from llmlab.archive import Figure, figure
+from llmlab.course import kernels, quantize
+from llmlab.course.architectures.llama import Llama
+from llmlab.course.architectures.small import small_model
+from llmlab.course.inference import (
+    BlockPool,
+    GrowingCache,
+    PagedCache,
+    Request,
+    Scheduler,
+    Speculation,
+    generate,
+    speculate,
+)
+from llmlab.course.quantize.formats.affine import Quantized
+from llmlab.course.quantize.whole import quantize_model
 from llmlab.hardware.scale import Scale
-from llmlab.inference import BlockPool, GrowingCache, PagedCache, Request, Scheduler, Speculation, generate, speculate
 from llmlab.plots import plot_curve
-from llmlab.quantize.formats.affine import Quantized
-from llmlab.quantize.whole import quantize_model
 from llmlab.specs.run import Precision
 
 

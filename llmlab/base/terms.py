@@ -22,8 +22,8 @@ Offload = Literal["optimizer", "optimizer+parameters"]
 # liger: Liger's, the loss in chunks among them. fused-loss: flash-attn's cross entropy alone, of logits as they are.
 # fused-norm: RMSNorm as one kernel (torch's rms_norm, flash-attn's, Apex's), and nothing else.
 Kernels = Literal["liger", "fused-loss", "fused-norm"]
-# Of a pipeline (techniques/pipeline_schedules.py); 1f1b is interleaved with virtual_stages > 1. A zero-bubble one keeps
-# what its deferred weight gradients need, which is not described.
+# Of a pipeline (course/techniques/pipeline_schedules.py); 1f1b is interleaved with virtual_stages > 1. A zero-bubble
+# one keeps what its deferred weight gradients need, which is not described.
 Schedule = Literal["1f1b", "gpipe"]
 ReduceDtype = Literal["fp32", "fp16", "bf16"]  # of the gradients that FSDP reduces
 FP8 = Literal["tensorwise", "rowwise"]  # torchao's recipes: one scale per tensor, or per row

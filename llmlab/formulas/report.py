@@ -29,7 +29,7 @@ from .time.kernels import kernels
 from .time.operators import durations, logits_of
 from .time.step import Traced, tokens_of, utilisation
 from .time.timing import timing
-from .verdict import Verdict, holes, largest_context, plainness, verdict
+from .verdict import DRAWN, Kind, Verdict, kind, largest_context, plainness, verdict
 
 PAGED_STATES = Note(
     "paged-states",
@@ -56,9 +56,9 @@ def assessed(
         held = _traced(trace, run)
     held = held or _held(spec, run, card, cpu)
     peaks, peak = held.peaks, held.peak
-    fit = Verdict("unknown", 0, 0)
+    sort, fit = kind(spec, run, peak), Verdict("unknown", 0, 0)
     if card:
-        fit = verdict(max(peaks), card, run.world_size, holes(run), 1.0 if trace else plainness(spec))
+        fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec))
     over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
     traced = _durations(spec, run, card, trace) if trace and card and isinstance(run, Training) else None
     time = timing(spec, run, card, cluster, traced)
@@ -90,7 +90,7 @@ def assessed(
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
             *(() if spec.has_formulas else (_origin(spec, trace, traced),)),
-            *_notes(spec, run, card, peaks, fit, time.notes),
+            *_notes(spec, run, card, peaks, sort, fit, time.notes),
         ),
     )
     return report, fit
@@ -102,11 +102,13 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
 
     Behind the second stage of a pipeline none but the last, which has the head, holds more than the second.
     """
-    peak = 0
+    total = 0
     for stage in dict.fromkeys((0, run.pp - 1, min(1, run.pp - 1))):
         moments = step_memory(share_of(spec, run, card, False, stage)).moments()
-        peak = max(peak, *[moment.total for moment in moments])
-        found = verdict(peak, card, run.world_size, holes(run), plainness(spec))
+        totals = [moment.total for moment in moments]
+        peak = moments[totals.index(max(totals))]
+        total = max(total, *totals)
+        found = verdict(total, card, run.world_size, kind(spec, run, peak).holes, plainness(spec))
         if found.outcome == "out of memory":
             break
     return found
@@ -194,7 +196,13 @@ def _alike(card: GPU, run: Training) -> GPU:
 
 
 def _notes(
-    spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, of_time: tuple[Note, ...]
+    spec: ModelSpec,
+    run: Run,
+    card: GPU | None,
+    peaks: list[int],
+    sort: Kind,
+    fit: Verdict,
+    of_time: tuple[Note, ...],
 ) -> Iterator[Note]:
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
     if isinstance(run, Training) and run.quantization:
@@ -217,6 +225,11 @@ def _notes(
         between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
         yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
+    if fit.outcome == "fits" and sort in DRAWN and verdict(max(peaks), card, run.world_size).outcome != "fits":
+        needs = f"With CUDA context and fragmentation the process needs at most {show_bytes(fit.most)}"
+        steps = f"in 95 % of simulated steps of this kind ({sort.what})"
+        yield Note("probably-fits", f"{needs} {steps}, and the GPU has {show_bytes(card.memory)}. "
+                   "`llmlab simulate` decides.")  # fmt: skip
     if isinstance(run, Inference):
         service = serving(spec, run, card)
         engine = f"If a serving engine uses {FRACTION:.0%} of the memory"

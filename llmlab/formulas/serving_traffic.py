@@ -1,6 +1,6 @@
 """A service under real traffic: requests as they came, batched by one rule or another, on a clock that a formula sets.
 
-The rules are those of `llmlab.inference.Scheduler` (a test compares the two, pass by pass), without the
+The rules are those of `llmlab.course.inference.Scheduler` (a test compares the two, pass by pass), without the
 model: a pass takes the seconds that `llmlab.formulas.serving.pass_seconds` says, or any function of yours.
 """
 

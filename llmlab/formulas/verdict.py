@@ -1,33 +1,66 @@
 """Whether a run fits, from the sum of its tensors.
 
-A formula knows the tensors. The allocator takes more: blocks are rounded, segments have holes, and part of its memory
-cannot be given back when memory runs short. How much more depends on every request; `HOLES` bounds it.
+A formula knows the tensors. The allocator needs more: it rounds blocks up, its segments have holes, and it cannot
+return all of its cached memory when memory runs short. How much more depends on every request, so a verdict uses what
+simulated steps of the same kind needed.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from typing import NamedTuple
 
 from ..base.terms import Outcome
 from ..hardware.gpu import GPU, gpus
 from ..specs.model import ModelSpec
-from ..specs.run import Run, stack_of
+from ..specs.run import Run, Training, stack_of
+from .memory.moments import Moment
 
-# The least room in which a step runs, over the peak that the formula says. In 26 steps and generations of 5 to 76 GiB
-# (124M to 8B parameters, every precision, adapters, NF4 loaded in order and by threads, both attentions, with and
-# without checkpointing) whose requests were asked again of the simulated allocator in less and less room:
-# 1.006 to 1.224, the median 1.05. So what is larger than the card by the formula is larger than it, and what is less by
-# a fifth fits. Half as much again may be reserved where there is room for it (1.49, eager attention); that goes back.
-HOLES = 1.25
+
+class Kind(NamedTuple):
+    """Steps that need about equally much room. `holes`: the least room in which a step runs, over the sum of its
+    tensors at the peak, is at most this in 95 % of simulated steps."""
+
+    what: str
+    holes: float
+
+
+# From 994 draws (benchmarks/room_draws.csv, 2026-11-29), 130 of them on several GPUs. Each was simulated once, and its
+# requests were then sent to allocators with less and less room. benchmarks/results/room.md shows the percentiles, and
+# how well each half predicts the other.
+#
+# The allocator returns a segment only if no block in it is in use. The largest blocks of a step are usually the logits.
+# When they are freed, their segments serve smaller requests, and one block that stays keeps a segment, so the next
+# step's logits need a new one. Two facts show that these holes are the cause. Three draws with checkpointing need 1.23
+# to 1.28 times what they allocate, but in their first step only 1.02 times. And 95 % of the draws need at most 1.04
+# times what they allocate if segments are expandable.
+#
+# Holes are small if logits are small, or are freed before the peak, as they are if it is in the optimizer's update. Any
+# limit between 1 and 5 % of the peak gives about the same percentiles.
+SMALL = 0.02
+NO_LOGITS = Kind("small logits or none at the peak", 1.082)
+# Without checkpointing, activations stay, and fill the segments of the last step's logits. With it, a block's
+# activations are freed at once, except for its checkpoint, which keeps the segment. Selective checkpointing frees less.
+KEPT = Kind("no checkpointing", 1.125)
+SELECTIVE = Kind("selective checkpointing", 1.186)
+RECOMPUTED = Kind("full checkpointing", 1.254)
+# Each token of generation concatenates the cache and a new key and value, so two sizes of the cache alternate. Part of
+# this factor is the error of the formula, at most 1.09 in 45 of the 46 draws. Generation with quantized weights or
+# several GPUs was not drawn, and has the same factor.
+GENERATION = Kind("generation", 1.285)
+DRAWN = (NO_LOGITS, KEPT, SELECTIVE, RECOMPUTED, GENERATION)
+# Runs that were not drawn: other stacks, pipeline, context and expert parallelism, compiled steps, families without
+# formulas, and less common options. 98 % of all draws need no more than this.
+OTHER = Kind("other runs", 1.25)
 # Of Megatron-LM's steps, whose weights and gradients lie in buffers that are made once, and whose micro-batches all ask
 # for the same blocks: in public logs of dense models, megatron-core with Transformer Engine, 1.007 to 1.130 times the
 # peak was reserved, the median 1.03, where nothing was short (benchmarks/room.py). Its older layers, and attention with
 # scores in memory, are not among them.
-MEGATRON_HOLES = 1.15
-# Where segments expand there are next to none: the training steps of benchmarks/room.py need 1.000 to 1.032 times what
-# they allocate. Of 22 peaks that Megatron-LM's tests print the formula misses at most 2.6 % (megatron_golden.py).
-MEGATRON_EXPANDABLE_HOLES = 1.06
+MEGATRON = Kind("Megatron-LM", 1.15)
+# Where segments expand there are next to none (benchmarks/results/room.md). Of 22 peaks that Megatron-LM's tests print
+# the formula misses at most 2.6 % (megatron_golden.py).
+MEGATRON_EXPANDABLE = Kind("Megatron-LM with expandable segments", 1.06)
 # Of a family that is counted as a plain transformer of the same sizes: the peak of 249 families, simulated with a batch
 # of 2 × 128 tokens and two layers where their config allows it, is within 2 % of the formula's for half of them and
 # within this factor for 9 in 10 (2026-11-29, transformers 5.23).
@@ -42,12 +75,32 @@ class Verdict(NamedTuple):
     most: int
 
 
-def holes(run: Run) -> float:
-    """Return the bound of what a step reserves, over its tensors: `HOLES`, or Megatron-LM's own."""
+# The fields of Training that benchmarks/room_draws.py varies, and their values that it leaves out.
+VARIED = {"micro_batch", "seq_len", "precision", "optimizer", "checkpointing", "attention", "accumulation", "lora",
+          "quantization", "kernels", "dp", "zero", "tp", "sequence_parallel"}  # fmt: skip
+LEFT_OUT = {"muon", "gptq", "liger"}
+
+
+def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
+    """Return the kind of a run with its tensors at `peak`."""
     stack = stack_of(run)
-    if not stack.transformer_engine or run.attention == "eager":
-        return HOLES
-    return MEGATRON_EXPANDABLE_HOLES if stack.expandable_segments else MEGATRON_HOLES
+    if stack.transformer_engine and run.attention != "eager":
+        return MEGATRON_EXPANDABLE if stack.expandable_segments else MEGATRON
+    if not isinstance(run, Training):
+        return GENERATION
+    if not spec.has_formulas or not _was_drawn(run):
+        return OTHER
+    logits = 4 * run.micro_batch * run.seq_len * spec.vocab // run.tp  # bytes in fp32, as the loss computes
+    if peak.phase == "optimizer" or logits < SMALL * peak.total:
+        return NO_LOGITS
+    return {None: KEPT, "selective": SELECTIVE, "full": RECOMPUTED}[run.checkpointing]
+
+
+def _was_drawn(run: Training) -> bool:
+    """Whether benchmarks/room_draws.py draws runs like this one. lab.simulate has no ZeRO of quantized weights."""
+    plain = all(getattr(run, each.name) == each.default for each in fields(run) if each.name not in VARIED)
+    left_out = LEFT_OUT & {run.optimizer, run.quantization, run.kernels}
+    return plain and not left_out and not (run.zero and run.quantization)
 
 
 def plainness(spec: ModelSpec) -> float:
@@ -55,7 +108,7 @@ def plainness(spec: ModelSpec) -> float:
     return 1.0 if spec.has_formulas else PLAIN_MEMORY
 
 
-def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = HOLES, off: float = 1.0) -> Verdict:
+def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = OTHER.holes, off: float = 1.0) -> Verdict:
     """Return whether tensors of `peak` bytes fit `card` in a process of `ranks`: between both limits it is unknown. The
     peak may be `off` by that factor.
 

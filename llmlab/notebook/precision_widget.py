@@ -9,7 +9,7 @@ import json
 from html import escape
 from importlib.resources import files
 
-from ..techniques.precision import FORMATS, Format
+from ..course.techniques.precision import FORMATS, Format
 
 EXAMPLES = ("0.1", "1.001", "65504", "65520", "1e-5", "1e-8", "16777217")
 

@@ -1,4 +1,4 @@
-"""Memory traffic of the rungs of `llmlab.kernels`, forward and backward, counted kernel by kernel.
+"""Memory traffic of the rungs of `llmlab.course.kernels`, forward and backward, counted kernel by kernel.
 
 Rungs 0 and 1 are counted in the simulator, on the operators that the card has: they move what `Operators` says, each
 argument and each result once. Rung 2 is Inductor's own count of the code it writes for this machine's CPU; for a card
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..base.compat import TorchDispatchMode, check, symbol
 from ..base.errors import NotAvailable
+from ..course import kernels
+from ..course.kernels import rungs
 from ..hardware.gpu import GPU
-from ..kernels import rungs
 from .profile.operator_log import Operators
 from .simulator import Simulator, simulator
 
@@ -68,7 +68,7 @@ def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat
         found.append(_count_compiled(kernel, dtype))
     if rungs.INTERPRETED:
         # A program of RMSNorm's backward sums over as many rows as it would of REAL_ROWS.
-        norm = import_module("llmlab.kernels.ladder.rms_norm")
+        norm = import_module("llmlab.course.kernels.ladder.rms_norm")
         with mock.patch.object(norm, "PROGRAMS", norm.PROGRAMS * ROWS // REAL_ROWS):
             found += [_count(kernel, rung, dtype, "cpu", count_moved) for rung in (3, 4)]
     return found

@@ -216,6 +216,9 @@ def _take(
         with recording.watched(), nullcontext() if host else engine:
             try:
                 _steps(spec, run, recording, runs, ranks, load_order, stage)
+            except Mispredicted:
+                engine.stop()  # in the midst of a step, tensors are not where the engine knows them to be
+                raise
             except torch.OutOfMemoryError:
                 assert engine.refused is not None
                 recording.failed = engine.refused, engine.asked

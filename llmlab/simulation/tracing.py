@@ -8,6 +8,7 @@ difference between their times. The trace must then give all five peaks.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -67,11 +68,14 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
         at = points(run.micro_batch, run.seq_len, fixed, spec.max_positions, images.needed if images else 1)
         if at is None:
             continue
+        gc.freeze()  # each simulation collects garbage, which is in nothing that was there before
         try:
             return _derived(spec, run, card, at, fixed)
         except Untraceable:
             if fixed:
                 raise
+        finally:
+            gc.unfreeze()
     raise Untraceable(f"a step of {run.micro_batch} × {run.seq_len} tokens has too few sizes that are alike")
 
 

@@ -20,10 +20,10 @@ from torch import nn
 
 from ..base.compat import check, symbol
 from ..base.errors import NotAvailable, SpecError
+from ..course.techniques.checkpointing import KEPT_OPERATORS
 from ..specs.generic import auto_class, release
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, LoRA, Run, Training
-from ..techniques.checkpointing import KEPT_OPERATORS
 from .fused_loss import causal_loss
 from .quantized import QUANTIZED_BYTES, LoadOrder, one_at_a_time, quantize_linears
 

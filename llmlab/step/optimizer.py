@@ -1,4 +1,4 @@
-"""The optimizer a run names, from the library its users take it from, and the fp32 copy of half weights.
+"""The optimizer that a run names, from the library that its users take it from.
 
 sgd, adamw and adafactor are PyTorch's (torch.optim.SGD without momentum, AdamW, Adafactor), with their defaults: on a
 GPU that means foreach, on a CPU one parameter at a time. adamw-fused is AdamW as one kernel. adamw-8bit and lion are
@@ -25,8 +25,7 @@ TORCH_OPTIMIZERS: dict[str, Any] = {  # classes, and one with its option
     "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adamw-fused": partial(torch.optim.AdamW, fused=True),
     "adafactor": torch.optim.Adafactor,
 }  # fmt: skip
-HALF = (torch.float16, torch.bfloat16)
-# Of a step whose optimizer is offloaded, as techniques/offload.py does it.
+# Of a step whose optimizer is offloaded, as course/techniques/offload.py does it.
 OFFLOAD_PRECISIONS = ("fp32", "autocast-bf16", "mixed-bf16")  # a scaler would have to look into the host's gradients
 ELEMENTWISE = ("sgd", "adamw", "adamw-fused")  # they treat every element alike, so a flat bucket is as good
 
@@ -104,38 +103,3 @@ def check_offload(run: Training, on_gpu: bool, verb: str) -> None:
     for name, allowed in (("precision", OFFLOAD_PRECISIONS), ("optimizer", ELEMENTWISE)):
         if getattr(run, name) not in allowed:
             raise NotAvailable(f"{given} with {name}={getattr(run, name)!r}; give {', '.join(allowed)}")
-
-
-class MasterWeights:
-    """fp32 copies of half-precision parameters, which the optimizer steps.
-
-    Micikevicius et al., arXiv 1710.03740. The order is Megatron-LM's
-    (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params): each half
-    gradient is cast to fp32 and freed before the next is, the optimizer steps the
-    copies, and they are rounded back. Parameters that are not half are stepped as they
-    are.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters: list[nn.Parameter] = []  # what the optimizer steps
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for parameter in parameters:
-            if parameter.dtype in HALF:
-                master = nn.Parameter(parameter.detach().float())
-                self.pairs.append((parameter, master))
-                self.parameters.append(master)
-            else:
-                self.parameters.append(parameter)
-
-    def take_gradients(self) -> None:
-        """Move each half gradient to its master, as fp32."""
-        for half, master in self.pairs:
-            if half.grad is not None:
-                master.grad = half.grad.float()
-                half.grad = None
-
-    @torch.no_grad()
-    def give_weights(self) -> None:
-        """Round each master back into its half parameter."""
-        for half, master in self.pairs:
-            half.copy_(master)

@@ -15,7 +15,7 @@ micro-batches DDP sends gradients after the last (no_sync), FSDP2 after each unl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
+from ..course.techniques.tensor_parallel import COLUMNS, ROWS
+from ..ranks.fsdp import shard_units
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training, stack_of
-from ..techniques.tensor_parallel import COLUMNS, ROWS
 from .optimizer import ELEMENTWISE, TORCH_OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -142,15 +143,6 @@ def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
     arguments = fsdp_arguments(alone)
     mesh = ranks.mesh["dp_replicate", "dp_shard"] if run.dp_replicate > 1 else ranks.mesh["dp"]
     shard_units(model, blocks(model), mesh=mesh, **arguments)
-
-
-def shard_units(model: nn.Module, blocks: Iterable[nn.Module], **arguments: Any) -> None:
-    """Make FSDP2's units, which are gathered and freed as a whole: each of `blocks`, and what is outside of them."""
-    from torch.distributed.fsdp import fully_shard
-
-    for block in blocks:
-        fully_shard(block, **arguments)
-    fully_shard(model, **arguments)
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import NotAvailable
+from ..course.techniques.offload import Offloaded
+from ..course.techniques.precision import MasterWeights
 from ..data import batch
 from ..specs.images import Images, images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, Run, Training
-from ..techniques.offload import Offloaded
 from .batch import arguments, with_images
 from .model import DTYPES, Around, build_model, compute_dtype, weight_dtype
 from .optimizer import (
     LEARNING_RATE,
     TORCH_OPTIMIZERS,
-    MasterWeights,
     build_muon,
     build_optimizer,
     in_blocks,
@@ -278,8 +278,8 @@ def _new_cache(step: Step, kv: str) -> Any:
     if kv == "fp8":
         return QuantizedCache("fp8", config)
     if kv in NARROW:
-        from ..inference.quantized_cache import QuantizedCache as Rounded
-        from ..inference.transformers_cache import AsTransformers
+        from ..course.inference.quantized_cache import QuantizedCache as Rounded
+        from ..course.inference.transformers_cache import AsTransformers
 
         return AsTransformers(Rounded(int(kv.removeprefix("int"))))
     return DynamicCache(config=config)

@@ -15,7 +15,7 @@ import torch
 from llmlab.archive import OperatorRecord
 from llmlab.archive.lookup import load
 from llmlab.archive.operators import sweep, swept
-from llmlab.kernels.ladder import attention, cross_entropy, rms_norm
+from llmlab.course.kernels.ladder import attention, cross_entropy, rms_norm
 
 if sys.platform != "linux":
     pytest.skip("Liger needs Triton, which has wheels for Linux alone", allow_module_level=True)

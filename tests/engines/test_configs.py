@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 import llmlab as lab
 from llmlab.base.errors import SpecError
-from llmlab.experiments.job import tiny_gpt
+from llmlab.course.experiments.job import tiny_gpt
+from llmlab.course.techniques.training_loop import next_token_loss
 from llmlab.ranks.launch import launch
-from llmlab.techniques.training_loop import next_token_loss
 
 ids = torch.arange(2 * 2 * 16).view(4, 16) % 384
 
 
 def with_deepspeed():
     """Run in each rank: what DeepSpeed made of each config, and whether a step works."""
-    from llmlab.architectures.gpt import GPT
-    from llmlab.experiments.engines import quiet_deepspeed
+    from llmlab.course.architectures.gpt import GPT
+    from llmlab.course.experiments.engines import quiet_deepspeed
 
     quiet_deepspeed()
     import deepspeed
@@ -51,7 +51,7 @@ def with_fsdp():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from llmlab.architectures.gpt import GPT
+    from llmlab.course.architectures.gpt import GPT
 
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
     for zero in (2, 3):
@@ -74,7 +74,7 @@ def through_accelerate():
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
     from torch.distributed.fsdp import fully_shard
 
-    from llmlab.architectures.gpt import GPT
+    from llmlab.course.architectures.gpt import GPT
 
     found = {}
     for options in ({}, {"sync_each_batch": True}):

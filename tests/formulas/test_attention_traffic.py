@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmlab.base.errors import SpecError
+from llmlab.course.techniques import flash_attention
 from llmlab.formulas.time.attention_traffic import (
     STATISTIC,
     flash_traffic,
@@ -14,7 +15,6 @@ from llmlab.formulas.time.attention_traffic import (
     standard_traffic,
 )
 from llmlab.simulation.simulator import simulator
-from llmlab.techniques import flash_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device must not be mistaken for one")
 

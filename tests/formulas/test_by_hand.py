@@ -9,13 +9,13 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmlab as lab
-from llmlab.architectures.llama import Llama
+from llmlab.course.architectures.llama import Llama
+from llmlab.course.techniques import tensor_parallel
+from llmlab.course.techniques.context_parallel import ring_attention
+from llmlab.course.techniques.pipeline_schedules import schedule
 from llmlab.formulas.memory.activations import block_saved, per_device
 from llmlab.formulas.memory.moments import training_moments
 from llmlab.formulas.memory.share import share_of
-from llmlab.techniques import tensor_parallel
-from llmlab.techniques.context_parallel import ring_attention
-from llmlab.techniques.pipeline_schedules import schedule
 
 CARD = "H100-80GB"
 LLAMA = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,

@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import llmlab as lab
-from llmlab.architectures.llama import Llama
-from llmlab.experiments.job import tiny_llama
+from llmlab.course.architectures.llama import Llama
+from llmlab.course.experiments.job import tiny_llama
+from llmlab.course.techniques.pipeline import Stage
 from llmlab.formulas.memory.moments import training_moments
 from llmlab.formulas.memory.states import states
 from llmlab.formulas.time.distributed import step
 from llmlab.hardware.links import cluster
 from llmlab.ranks.launch import launch
-from llmlab.techniques.pipeline import Stage
 
 PP, DP, MICRO_BATCHES, T = 2, 2, 4, 16
 LLAMA = "meta-llama/Llama-3.1-8B"

@@ -169,7 +169,7 @@ def test_zero_offloads_throughput_on_one_v100():
 
 def deepspeeds_formula():
     """Run in a rank: bytes of host and GPU by DeepSpeed's estimator, 4 GPUs with offload and 8 without."""
-    from llmlab.experiments.engines import quiet_deepspeed
+    from llmlab.course.experiments.engines import quiet_deepspeed
 
     quiet_deepspeed()
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as needs

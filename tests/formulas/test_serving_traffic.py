@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmlab.base.errors import SpecError
+from llmlab.course.inference import Scheduler, scheduler
+from llmlab.course.inference.drafts import Bigram
 from llmlab.formulas import serving_traffic as traffic
 from llmlab.formulas.serving_traffic import Arrival, Pass, arrivals, percentile, replay, throughput
-from llmlab.inference import Scheduler, scheduler
-from llmlab.inference.drafts import Bigram
 from llmlab.specs.model import model
 
 TINY = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,

@@ -6,7 +6,10 @@ from dataclasses import replace
 import llmlab as lab
 from llmlab.archive import records
 from llmlab.base.units import GiB, MiB, show_bytes
-from llmlab.formulas.verdict import HOLES, MEGATRON_EXPANDABLE_HOLES, MEGATRON_HOLES, holes, verdict
+from llmlab.formulas import verdict as kinds
+from llmlab.formulas.memory.moments import Moment
+from llmlab.formulas.report import assessed, fullest
+from llmlab.formulas.verdict import MEGATRON, MEGATRON_EXPANDABLE, OTHER, kind, verdict
 
 H100 = replace(lab.gpu("H100-80GB"), memory=95 * GiB)  # the H100 of TorchTitan's runs shows 95.0 GiB
 QV = lab.LoRA(rank=8, targets=("q_proj", "v_proj"))
@@ -106,15 +109,72 @@ def test_an_estimate_that_cannot_tell_says_within_what():
     assert compiled.outcome == "unknown" and "counted-eager" in [note.code for note in compiled.notes]
 
 
+def at(phase: str, gib: float) -> Moment:
+    """A peak of that size."""
+    return Moment(phase, "somewhere", {"activations": int(gib * GiB)})
+
+
+def test_a_step_is_of_one_kind():
+    """Logits of 8 × 1024 tokens of GPT-2 are 1.53 GiB in fp32: 2 % of 77 GiB."""
+    gpt2, run = lab.model("gpt2"), lab.Training(8, 1024)
+    assert kind(gpt2, run, at("optimizer", 10)) == kinds.NO_LOGITS
+    assert kind(gpt2, run, at("backward", 78)) == kinds.NO_LOGITS
+    assert kind(gpt2, run, at("backward", 76)) == kind(gpt2, run, at("forward", 76)) == kinds.KEPT
+    assert kind(gpt2, replace(run, dp=8, zero=3), at("backward", 76)) == kinds.KEPT
+    selective, full = (replace(run, checkpointing=name) for name in ("selective", "full"))
+    assert kind(gpt2, selective, at("backward", 10)) == kinds.SELECTIVE
+    assert kind(gpt2, full, at("backward", 10)) == kinds.RECOMPUTED
+    assert kind(gpt2, lab.Inference(), at("decode", 10)) == kinds.GENERATION
+    assert kind(gpt2, lab.Inference(weights="nf4", tp=2), at("decode", 10)) == kinds.GENERATION
+
+
+def test_each_tensor_parallel_rank_has_its_part_of_the_logits():
+    llama1b, run = lab.model("Llama-3.2-1B"), lab.Training(8, 1024)  # 3.9 GiB of logits
+    assert kind(llama1b, run, at("backward", 60)) == kinds.KEPT
+    assert kind(llama1b, replace(run, tp=4), at("backward", 60)) == kinds.NO_LOGITS
+
+
+def test_runs_that_were_not_drawn_keep_the_margin_of_all():
+    llama1b, peak = lab.model("Llama-3.2-1B"), at("optimizer", 10)
+    qlora = lab.Training(precision="bf16", lora=QV, quantization="nf4")
+    others = [lab.Training(compile=True), lab.Training(optimizer="muon"), lab.Training(pp=2), lab.Training(cp=2),
+              lab.Training(precision="bf16", kernels="liger"), lab.Training(precision="bf16", stack="torchtune"),
+              lab.Training(tp=2, loss_parallel=False), replace(qlora, dp=8, zero=3)]  # fmt: skip
+    for run in others:
+        assert kind(llama1b, run, peak) == OTHER
+    assert kind(llama1b, qlora, peak) == kind(llama1b, replace(qlora, dp=8), peak) == kinds.NO_LOGITS
+
+
+def test_a_step_that_fits_with_the_margin_of_its_kind_alone_says_so():
+    """GPT-2 keeps all activations: 1.12 times its tensors are enough, and 1.25 times them are too much."""
+    run, t4 = lab.Training(8, 1024), lab.gpu("T4")
+    peak = lab.estimate("gpt2", run, t4).peak_allocated
+    said = {}
+    for factor in (1.1, 1.2, 1.3):
+        report = lab.estimate("gpt2", run, replace(t4, memory=t4.context + int(factor * peak)))
+        said[factor] = report.outcome, "probably-fits" in [note.code for note in report.notes]
+    assert said == {1.1: ("unknown", False), 1.2: ("fits", True), 1.3: ("fits", False)}
+
+
+def test_plans_and_estimates_say_the_same_of_each_kind():
+    a100 = lab.gpu("A100-80GB")
+    full = lab.Training(8, 2048, "bf16", checkpointing="full")
+    runs = [full, replace(full, checkpointing=None), replace(full, checkpointing="selective", micro_batch=1),
+            replace(full, lora=QV), replace(full, micro_batch=1, seq_len=128), replace(full, dp=8, zero=3)]  # fmt: skip
+    for run in runs:
+        _, fit = assessed("Llama-3.2-1B", run, a100)
+        assert fullest(lab.model("Llama-3.2-1B"), run, a100) == fit
+
+
 def test_megatrons_buffers_leave_fewer_holes_than_a_step_of_transformers():
     """15 ranks whose logs are public reserved at most 1.130 times their peak (benchmarks/room.py)."""
-    run = lab.Training(dp=8, zero=1, stack="megatron")
-    assert 1.13 < holes(run) == MEGATRON_HOLES < HOLES
+    run, spec, peak = lab.Training(dp=8, zero=1, stack="megatron"), lab.model("Llama-2-7b"), at("backward", 40)
+    assert kind(spec, run, peak) == MEGATRON and 1.13 < MEGATRON.holes < OTHER.holes
     expandable = replace(run, stack="megatron:expandable_segments=true")  # its peaks are 2.6 % off at most
-    assert 1.026 * 1.032 < holes(expandable) == MEGATRON_EXPANDABLE_HOLES < MEGATRON_HOLES
-    assert holes(replace(expandable, attention="eager")) == HOLES
-    for other in ({"attention": "eager"}, {"stack": "megatron:transformer_engine=false"}, {"stack": "transformers"}):
-        assert holes(replace(run, **other)) == HOLES
+    assert kind(spec, expandable, peak) == MEGATRON_EXPANDABLE
+    assert 1.026 * 1.032 < MEGATRON_EXPANDABLE.holes < MEGATRON.holes
+    for other in ({"attention": "eager"}, {"stack": "megatron:transformer_engine=false"}):
+        assert kind(spec, replace(run, **other), peak) == OTHER
     between = lab.gpu("A100-80GB").room(8) * 82 // 100
     assert verdict(between, lab.gpu("A100-80GB"), 8).outcome == "unknown"
-    assert verdict(between, lab.gpu("A100-80GB"), 8, MEGATRON_HOLES).outcome == "fits"
+    assert verdict(between, lab.gpu("A100-80GB"), 8, MEGATRON.holes).outcome == "fits"

@@ -20,9 +20,9 @@ import llmlab as lab
 from llmlab.base.compat import KNOWN
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
+from llmlab.course.experiments.engines import quiet_deepspeed
 from llmlab.engines.torchtitan import torchtitan_config
 from llmlab.engines.tuners import megatron_arguments
-from llmlab.experiments.engines import quiet_deepspeed
 
 TINY = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -208,7 +208,7 @@ def course(device, stage):
 
 
 def real_course(stages):
-    from llmlab.experiments.engines import quiet_deepspeed
+    from llmlab.course.experiments.engines import quiet_deepspeed
 
     quiet_deepspeed()
     return [course("cpu", stage) for stage in stages]

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 import torch
 
-import llmlab.kernels as kernels
+import llmlab.course.kernels as kernels
 from llmlab.base.errors import NotAvailable
-from llmlab.kernels import rungs
+from llmlab.course.kernels import rungs
 from llmlab.simulation import ladder_traffic as ladder
 from llmlab.simulation.simulator import simulator
 

@@ -17,7 +17,7 @@ from llmlab.formulas.time.efficiency import Efficiency, efficiency
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.operators import host_seconds, kernel_seconds, timing
-from llmlab.formulas.time.step import moved
+from llmlab.formulas.time.step import moved, update_seconds
 from llmlab.simulation.profile.operator_log import Operators
 from llmlab.simulation.report import recorded
 from llmlab.traces.kernels import Kernel
@@ -304,3 +304,29 @@ def test_the_formula_moves_the_bytes_that_the_operators_do(config, fields, check
 def test_an_empty_list_of_operators_takes_no_time():
     assert Operators(lab.gpu("T4")).seconds == 0
     assert Operators().seconds is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moved_bytes"),
+    [("sgd", 12), ("adamw", 84), ("adamw-fused", 28), ("adafactor", 68), ("lion", 20)],
+)
+def test_an_update_moves_the_bytes_that_are_estimated(optimizer, moved_bytes):
+    """Bytes per parameter in fp32. SGD reads weight and gradient and writes the weight; Lion has one state more, whose
+    kernel returns nothing, so only its schema says what it writes; torch's Adafactor goes over its lists 17 times."""
+    spec, run, card = lab.model("gpt2"), Training(seq_len=32, optimizer=optimizer), lab.gpu("A100-80GB")
+    operators = recorded(spec, run, card).operators
+    bytes_moved = sum(kernel.bytes for kernel in operators if kernel.phase == "optimizer")
+    assert bytes_moved / spec.parameters == pytest.approx(moved_bytes, rel=0.01)
+    rates = kernels(card)
+    assert update_seconds(spec, run, rates) == pytest.approx(moved_bytes * spec.parameters / rates.bandwidth)
+
+
+def test_an_eight_bit_update_waits_for_its_look_ups_in_both_verbs():
+    spec, card = lab.model("gpt2"), lab.gpu("A100-80GB")
+    run = Training(seq_len=32, optimizer="adamw-8bit")
+    updates = [kernel for kernel in recorded(spec, run, card).operators if "8bit_blockwise" in kernel.name]
+    rates = kernels(card)
+    starts = sum(kernel.launches for kernel in updates) * rates.operators.launch
+    seconds = sum(kernel_seconds(kernel, rates.operators) for kernel in updates) - starts
+    assert seconds == pytest.approx(update_seconds(spec, run, rates), rel=0.1)  # small tensors keep 32-bit states
+    assert seconds > 2 * sum(kernel.bytes for kernel in updates) / rates.bandwidth

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.base.units import show_bytes
+from llmlab.course.techniques.pipeline_schedules import held, schedule
 from llmlab.formulas.memory.moments import layers_in_flight, micro_batches_in_flight, training_moments
 from llmlab.formulas.memory.states import states
 from llmlab.specs import stages
 from llmlab.specs.stages import stage_layers
-from llmlab.techniques.pipeline_schedules import held, schedule
 
 LLAMA = "meta-llama/Llama-3.1-405B"
 

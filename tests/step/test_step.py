@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import llmlab as lab
+from llmlab.course.techniques.precision import MasterWeights
 from llmlab.step.model import build_model, confined_kernels
-from llmlab.step.optimizer import MasterWeights, build_optimizer
+from llmlab.step.optimizer import build_optimizer
 from llmlab.step.step import build_step, generate, texts, training_step
 
 CONFIGS = {

@@ -131,8 +131,10 @@ def loss_bytes(share: Share) -> LossBytes:
     if run.kernels == "fused-loss":  # the logits as they are, and the gradient that backward writes beside them
         # Under autocast the head's weight has a half gradient before it has its own.
         half_head = c * spec.vocab * spec.hidden // run.tp if share.autocast and not run.lora else 0
-        return LossBytes(max(logits * c, gathering), logits * 2 * c + half_head,
-                         logits * c + (0 if share.autocast else own), logits * c, logits * c)  # fmt: skip
+        # A cap keeps tanh's output, and backward makes another gradient for the product behind it.
+        capped = logits * c * bool(spec.logit_softcap)
+        return LossBytes(max(logits * c + capped, gathering), logits * 2 * c + 2 * capped + half_head,
+                         logits * c + (0 if share.autocast else own), logits * c, logits * c + capped)  # fmt: skip
     if share.compiled and run.kernels != "fused-loss":
         # One kernel casts as it reads, and nothing but the logits is kept. The gradient is written beside them and
         # zeros, the gradient of the logits that the model returns and no loss reads (torch/_functorch/_aot_autograd/

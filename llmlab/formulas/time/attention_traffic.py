@@ -42,7 +42,7 @@ def least_traffic(T: int, D: int, b: int = 2) -> Traffic:
 
 
 def flash_traffic(T: int, D: int, b: int = 2, M: int = 64, causal: bool = False) -> Traffic:
-    """Return the bytes that the programs of rung 4 in llmlab/kernels/ladder/attention.py read and write.
+    """Return the bytes that the programs of rung 4 in llmlab/course/kernels/ladder/attention.py read and write.
 
     Forward: T/M tiles of queries, each of which reads k and v. Backward: the row sums; dk and dv, T/M tiles of keys
     that read q, dout and both statistics; dq, T/M tiles of queries that read k and v.

@@ -19,7 +19,7 @@ from ...traces.kernels import Kernel
 from .efficiency import Efficiency
 from .host import COMPILED
 from .kernels import Kernels
-from .step import Passes, Traced
+from .step import EIGHT_BIT, EIGHT_BIT_UPDATE, Passes, Traced
 
 TILE = 64  # rows and columns of a block of a product small enough that libraries still choose it
 SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their own
@@ -46,6 +46,8 @@ def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None =
     seconds = moved / {"gather": rates.gather, "strided": rates.strided}.get(kernel.kind, rates.bandwidth)
     if kernel.kind == "serial":
         seconds += kernel.shape[0] * rates.serial
+    elif kernel.name == EIGHT_BIT_UPDATE:
+        seconds = max(seconds, kernel.shape[0] * EIGHT_BIT / rates.sms)
     elif kernel.kind in ("matmul", "attention", "attention backward") and measured:
         found = _measured(kernel, measured)
         return None if found is None else max(found, kernel.launches * rates.launch + seconds)

@@ -45,10 +45,14 @@ GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that gener
 # torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
 # sqrt 2, div 2, add 2, addcdiv 4), where one kernel has 7.
 FOREACH = 3
+# torch/optim/_adafactor.py, _single_tensor_adafactor: norms of the weight, of the gradient's rows and columns, and of
+# the update (4), the product of the row and column factors (1), div (2), clamp (2), rsqrt (2), mul (3), add (3).
+ADAFACTOR = 17
 # Seconds that bitsandbytes' blockwise 8-bit AdamW takes per parameter on one multiprocessor, which looks states up in a
 # table and waits for that, not for bytes: 220 ms for 8.03e9 parameters on the 132 of an H200
 # (kOptimizerStatic8bit2StateBlockwise, bitsandbytes 0.50.2, torch 2.11, 2026-11-26), nine times what the bytes take.
 EIGHT_BIT = 132 * 0.2204 / 8.03e9
+EIGHT_BIT_UPDATE = "bitsandbytes::optimizer_update_8bit_blockwise"  # the operator
 # All measured matrices have rows of whole 16 bytes. With a vocabulary of 50,257 an A100's products took almost 3 times
 # as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87). Hopper
 # has no kernels of its own for such rows: an A100's run there, faster by multiprocessors and clocks, 1.5 times, where
@@ -187,7 +191,8 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
         gradient = b.master
     orthogonal = _orthogonal_seconds(spec, run, found) if run.optimizer == "muon" else 0.0
     times = FOREACH if foreach_adamw(run) else 1
-    moved = held.trained * (times * (2 * weight + gradient + 2 * moments) + copies) / found.bandwidth
+    passes = ADAFACTOR * weight if run.optimizer == "adafactor" else times * (2 * weight + gradient + 2 * moments)
+    moved = held.trained * (passes + copies) / found.bandwidth
     if run.optimizer == "adamw-8bit":
         moved = max(moved, EIGHT_BIT * held.trained / found.operators.sms)
     return moved + orthogonal + _paged_seconds(run, held, found.card)

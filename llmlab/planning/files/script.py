@@ -155,7 +155,7 @@ def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scr
         "CHECKPOINTING": run.checkpointing, "KEPT": (),
     }  # fmt: skip
     if run.checkpointing == "selective":
-        from ...techniques.checkpointing import KEPT_OPERATORS
+        from ...course.techniques.checkpointing import KEPT_OPERATORS
 
         values["KEPT"] = KEPT_OPERATORS
     if chosen == "pytorch":

@@ -10,7 +10,8 @@ bytes of the published T4 records come out to the byte, with the opposite one up
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ...base.errors import SpecError
 from .blocks import ADDRESS, Block, Pool, describe_segment, mapped_from
@@ -126,6 +127,18 @@ class Allocator:
     def reset_peak(self) -> None:
         """Start the peaks at the current values: torch.cuda.reset_peak_memory_stats."""
         self.statistics.reset_peak()
+
+    def small_pool(self, stream: int = 0) -> tuple[Any, ...]:
+        """Return the number of segments for small requests, and the size and address of each free block in them."""
+        segments = self.statistics.small_pool.segment.current
+        return segments, *[(size, address) for size, address, _, _ in self._pools[stream][1].blocks]
+
+    def has_room(self, sizes: Iterable[int]) -> bool:
+        """Return whether no request of `sizes` makes the allocator give cached segments back: whether each could get a
+        segment of its own. In expandable segments, whose pages are given back one by one, this is never certain."""
+        needed = sum(segment_size(round_size(size, self.config), self.config) for size in sizes)
+        within = self._allowed is None or self.reserved + needed <= self._allowed
+        return within and self.driver.has(needed) and not self._expandable
 
     def segments(self) -> list[dict]:
         """Return torch.cuda.memory._snapshot()["segments"] (snapshot), without stack frames."""

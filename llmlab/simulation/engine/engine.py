@@ -374,6 +374,10 @@ class Engine(TorchDispatchMode):
         elif self.watch is not None:
             self.watch.launched(name, moved)
 
+    def pass_to(self, time: int) -> None:
+        """Let the next event come right after `time`."""
+        self._time = time
+
     def now(self) -> int:
         """Return a moment after all events so far."""
         self._time += 1

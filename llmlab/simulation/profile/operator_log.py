@@ -171,9 +171,8 @@ class Operators(list):
         read = args[1:] if name in ADDING and given.get("beta") == 0 else args  # 0 · c is not read, also where c is NaN
         inputs = [each for each in arg_tree_leaves(*read, **given) if isinstance(each, Tensor)]
         outputs = [each for each in arg_tree_leaves(out) if isinstance(each, Tensor)]
-        if out is None:  # foreach and fused operators in place: their lists are arguments
-            written = (args[0], *args[2:4]) if "_fused_adam" in name else args[:1]
-            outputs = [each for each in arg_tree_leaves(written) if isinstance(each, Tensor)]
+        if not outputs:  # in place
+            outputs = [each for each in arg_tree_leaves(*_written(func, args)) if isinstance(each, Tensor)]
         flops = flops_of(func, args, kwargs, out)
         kind, shape, dtype = _classify(func, flops, args, kwargs, inputs, outputs)
         moved, again, row = _moved(name, inputs, outputs)
@@ -189,6 +188,13 @@ class Operators(list):
         self.append(
             Kernel(name, kind, dtype, flops, moved, shape, launches, backward, self.phase, again, row, compiled)
         )
+
+
+def _written(func: Any, args: tuple) -> list[Any]:
+    """Return the arguments that an operator writes, by its schema, which counts gradients among those of optimizers."""
+    arguments = [(value, argument) for value, argument in zip(args, func._schema.arguments, strict=False)
+                 if argument.name not in ("g", "grads")]  # fmt: skip
+    return [value for value, argument in arguments if argument.alias_info and argument.alias_info.is_write]
 
 
 def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int, int]:

@@ -182,7 +182,15 @@ class StepRecording(Recording):
 
         return call
 
+    def _tensors(self) -> dict[str, list[Tensor]]:
+        return {"kv_cache": self._replayed} if self._replayed else super()._tensors()
+
+    @property
+    def _replayed(self) -> list[Tensor]:
+        """The cache after a step that was replayed, in which nothing else moved."""
+        return getattr(self.step.decoder, "replayed", []) if self.step else []
+
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
-        if self.step:
+        if self.step and not self._replayed:
             self.own(self.step.model, *([self.step.optimizer] if self.step.optimizer else []))
         return super()._alive(named)

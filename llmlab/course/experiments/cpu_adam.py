@@ -1,0 +1,70 @@
+"""DeepSpeedCPUAdam, the AdamW that DeepSpeed compiles for the host, and its time beside torch's."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...base.compat import symbol
+from ...base.errors import NotAvailable
+from .engines import ADAMW, quiet_deepspeed
+
+
+def cpu_adam() -> type:
+    """Return DeepSpeedCPUAdam; raises NotAvailable where it cannot be compiled."""
+    if (lock := _compiled_to() / "lock").exists():  # torch.utils.file_baton: others would wait for it, for ever
+        raise NotAvailable(f"DeepSpeedCPUAdam is being compiled, or a process that did was killed: then delete {lock}")
+    quiet_deepspeed()
+    DeepSpeedCPUAdam = symbol("deepspeed.ops.adam.DeepSpeedCPUAdam")
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])  # pip's ninja
+    try:
+        DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1, device="cpu"))])
+    except (RuntimeError, OSError, ImportError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise NotAvailable(f"DeepSpeedCPUAdam needs a C++ compiler and ninja: {reason}") from None
+    return DeepSpeedCPUAdam
+
+
+def cpu_adam_is_compiled() -> bool:
+    """Return whether DeepSpeedCPUAdam was compiled before; another ninja than then compiles it anew all the same."""
+    folder = _compiled_to()
+    there = (folder / "cpu_adam.so").exists() and not (folder / "lock").exists()
+    return find_spec("deepspeed") is not None and there
+
+
+def _compiled_to() -> Path:
+    """Return the folder in which torch.utils.cpp_extension compiles it."""
+    return Path(symbol("torch.utils.cpp_extension._get_build_directory")("cpu_adam", False))
+
+
+def adam_times(elements: int = 2**22, steps: int = 5) -> dict[str, dict[str, float]]:
+    """Return, by kind of AdamW, the seconds of its quickest step on one thread, and how far its weights are off.
+
+    DeepSpeedCPUAdam is among them where it is compiled.
+    """
+    torch.set_num_threads(1)
+    kinds: dict[str, tuple[type, dict]] = {
+        "torch, one by one": (torch.optim.AdamW, {"foreach": False}),
+        "torch, fused": (torch.optim.AdamW, {"fused": True}),
+    }
+    if cpu_adam_is_compiled():
+        kinds["DeepSpeedCPUAdam"] = (cpu_adam(), {})
+    result, first = {}, None
+    for name, (kind, options) in kinds.items():
+        weight = nn.Parameter(torch.linspace(-1, 1, elements))
+        optimizer = kind([weight], **ADAMW, **options)
+        seconds = []
+        for step in range(steps):
+            weight.grad = torch.linspace(-1, 1, elements).roll(step)
+            start = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+        first = weight.detach() if first is None else first
+        result[name] = {"seconds": min(seconds), "off": (weight.detach() - first).abs().max().item()}
+    return result

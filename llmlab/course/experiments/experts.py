@@ -1,0 +1,122 @@
+"""Train one small Llama whose MLPs are experts: how evenly they are used, which tokens are dropped, what that costs.
+
+    python -m llmlab.course.experiments experts --balance 0.01 --steps 150
+
+What chapter 16 runs. One process; weights and batches follow from the seed.
+
+    N  tokens of a batch    E  experts    k  experts per token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...base.errors import SpecError, check_counts
+from ...data import split, windows
+from ...specs.model import model
+from ..architectures.llama import Llama
+from ..techniques.experts import MoE, balancing_loss
+from ..techniques.training_loop import batch_seed, next_token_loss
+from .command import SEED, command
+from .job import SEQ_LEN, TINY_LLAMA, check_seed
+
+WIDTH = 64  # of an expert
+SIZES = {"intermediate_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True}
+CONFIG = {**TINY_LLAMA, **SIZES}
+SEQUENCES = 16  # of a batch
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a batch met: `loss` in nats per token, `load` of every layer and expert as a multiple of an equal share,
+    `dropped`, the share of choices that no expert served."""
+
+    loss: float
+    load: list[list[float]]
+    dropped: float
+
+    @property
+    def busiest(self) -> float:
+        return max(max(layer) for layer in self.load)
+
+
+def build(experts: int = 8, k: int = 1, factor: float | None = None, seed: int = 0) -> Llama:
+    """Return a Llama with `MoE` in the place of every MLP; `factor` is the capacity's (None: no token is dropped)."""
+    check_seed(seed)
+    torch.manual_seed(seed)
+    whole = Llama(model(CONFIG))
+    for block in whole.layers:
+        block.mlp = MoE(CONFIG["hidden_size"], WIDTH, experts, k, factor)
+    return whole
+
+
+def layers_of(whole: Llama) -> list[MoE]:
+    """Return the MoE of each block, the first block's first."""
+    return [module for module in whole.modules() if isinstance(module, MoE)]
+
+
+def trained(balance: float = 0.0, steps: int = 150, seed: int = 0, **mixture: Any) -> Llama:
+    """Return the model of `build(**mixture)` after `steps` steps of AdamW; `balance` weighs the balancing loss."""
+    check_counts(steps=steps)
+    if not balance >= 0:
+        raise SpecError(f"balance={balance} is not a coefficient >= 0")
+    whole, (ids, _) = build(**mixture, seed=seed), split(CONFIG["vocab_size"])
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
+    for step in range(steps):
+        batch = windows(ids, SEQUENCES, SEQ_LEN, batch_seed(seed, step))
+        loss = next_token_loss(whole(batch), batch)
+        imbalance = sum(balancing_loss(layer.logits, layer.chosen) for layer in layers_of(whole))
+        (loss + balance * imbalance).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole
+
+
+@torch.no_grad()
+def seen(whole: Llama, factor: float | None = None, batches: int = 8) -> Seen:
+    """Return what held-out batches meet with this capacity factor, whatever the model was trained with."""
+    (_, ids), seen_by_batch = split(CONFIG["vocab_size"]), []
+    layers = layers_of(whole)
+    before = [layer.factor for layer in layers]
+    for layer in layers:
+        layer.factor = factor
+    for number in range(batches):
+        batch = windows(ids, SEQUENCES, SEQ_LEN, batch_seed(10**6, number))
+        loss = next_token_loss(whole(batch), batch).item()
+        load = [F.one_hot(layer.chosen.flatten(), layer.count).float().mean(0) * layer.count for layer in layers]
+        seen_by_batch.append((loss, torch.stack(load), sum(layer.dropped for layer in layers) / len(layers)))
+    for layer, kept in zip(layers, before, strict=True):
+        layer.factor = kept
+    losses, loads, dropped = zip(*seen_by_batch, strict=True)
+    return Seen(sum(losses) / batches, (sum(loads) / batches).tolist(), sum(dropped) / batches)
+
+
+def main(arguments: list[str] | None = None, name: str = "experts") -> None:
+    """The command line."""
+    options = {
+        "--experts": (8, "per layer (default 8)"),
+        "--k": (1, "experts per token (default 1)"),
+        "--balance": (0.0, "the balancing loss's coefficient (default 0)"),
+        "--factor": (float, "of the capacity (default: no token is dropped)"),
+        "--steps": (150, "optimizer steps (default 150)"),
+        **SEED,
+    }
+    command(name, "Train a small mixture of experts.", options, with_less_and_less_capacity, arguments, "\n".join)
+
+
+def with_less_and_less_capacity(**options: Any) -> list[str]:
+    """Train, and return a line for each capacity factor: what held-out text meets with it."""
+    whole, lines = trained(**options), []
+    for factor in (None, 2.0, 1.25, 1.0, 0.75, 0.5):
+        met = seen(whole, factor)
+        shown = f"capacity factor {factor}: loss {met.loss:.3f} nats a token, {met.dropped:.0%} dropped"
+        lines.append(f"{shown}, busiest expert {met.busiest:.1f} equal shares")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

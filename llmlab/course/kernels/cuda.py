@@ -1,0 +1,109 @@
+"""Kernels in CUDA C++, which PyTorch compiles and calls: RMSNorm forward, and two matrix products."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...base.errors import NotAvailable, SpecError
+from .rungs import as_rows
+
+FOLDER = Path(__file__).parent
+DECLARED = {
+    "rms_norm": "torch::Tensor rms_norm(torch::Tensor, torch::Tensor, double);",
+    "matmul": "torch::Tensor matmul(torch::Tensor, torch::Tensor, bool);",
+}
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes: registers and spilled bytes per thread, bytes of shared memory per block."""
+
+    registers: int
+    shared: int
+    spills: int
+
+
+def source(name: str = "rms_norm") -> str:
+    """Return the text of a file of this folder: "rms_norm", "matmul", or, of what calls them, "rms_norm_binding"."""
+    return (FOLDER / f"{name}.cu").read_text(encoding="utf-8")
+
+
+def missing() -> str | None:
+    """Return what this machine lacks to compile and run the kernels, None if nothing."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if not torch.cuda.is_available():
+        return "a CUDA GPU"
+    if CUDA_HOME is None:
+        return "nvcc, of the CUDA toolkit (set CUDA_HOME)"
+    return None
+
+
+@cache
+def extension(name: str = "rms_norm") -> ModuleType:
+    """Compile `name`.cu and return the module with the function `name`: it takes a minute, once per machine.
+
+    Raises NotAvailable if nvcc or a GPU is missing.
+    """
+    if lacking := missing():
+        raise NotAvailable(f"CUDA C++ needs {lacking}; rungs 0 to 4 of kernels.rms_norm and torch.matmul do the same")
+    from torch.utils.cpp_extension import load_inline
+
+    return load_inline(
+        name=f"llmlab_{name}",
+        cpp_sources=f"#include <torch/extension.h>\n{DECLARED[name]}",
+        cuda_sources=source(name) + source(f"{name}_binding"),
+        functions=[name],
+        with_cuda=True,
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return the result of `llmlab.course.kernels.rms_norm`, forward only, by the CUDA kernel.
+
+    x: (..., N), weight: (N,).
+    """
+    return extension().rms_norm(as_rows(x), weight.to(x.dtype).contiguous(), eps).view(x.shape)
+
+
+def matmul(a: Tensor, b: Tensor, tiled: bool = True) -> Tensor:
+    """Return a · b, a (m, k) and b (k, n) in fp32, by the CUDA kernel with shared tiles or by the naive one.
+
+    Raises SpecError for other shapes and dtypes, which the kernel would read as garbage.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or {a.dtype, b.dtype} != {torch.float32}:
+        given = f"{tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
+        raise SpecError(f"matmul was given {given}; it takes (m, k) and (k, n), both float32")
+    return extension("matmul").matmul(a.contiguous(), b.contiguous(), tiled)
+
+
+def resources(name: str, arch: int = 80) -> dict[str, Resources]:
+    """Compile `name`.cu for sm_`arch`, without a GPU, and return what each of its kernels takes, as ptxas says.
+
+    For files whose kernels are no templates. Raises NotAvailable where there is no nvcc.
+    """
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise NotAvailable("compiling CUDA C++ needs nvcc, of the CUDA toolkit, on the PATH; it needs no GPU")
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = FOLDER / f"{name}.cu", Path(folder, "kernel.cubin")
+        command = [nvcc, "-cubin", f"-arch=sm_{arch}", "--ptxas-options=-v", str(path), "-o", str(out)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = {}
+    for each in said.split("Compiling entry function")[1:]:
+        # C++ writes arguments' types into a function's name: _Z, the name's length, the name, the types.
+        length, mangled = re.findall(r"_Z(\d+)(\w+)", each)[0]
+        (registers,) = re.findall(r"Used (\d+) registers", each)
+        shared = sum(map(int, re.findall(r"(\d+) bytes smem", each)))
+        spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", each)))
+        found[mangled[: int(length)]] = Resources(int(registers), shared, spills)
+    return found

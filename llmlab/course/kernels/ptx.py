@@ -1,0 +1,179 @@
+"""Compile the Triton kernels for GPUs that this machine lacks; print registers, spills and shared memory from ptxas.
+
+    python -m llmlab.course.kernels.ptx              # sm_75 (T4), sm_80 (A100), sm_90 (H100)
+    python -m llmlab.course.kernels.ptx --arch 80    # one of them
+
+A spill is a register's value that did not fit and goes through memory instead. No GPU is needed; the process must not
+have been started with TRITON_INTERPRET=1. It shows that a kernel compiles and fits, not how fast it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import track
+
+from ...base.compat import symbol
+from ...base.tables import Table, show
+from .ladder.attention import tiles_for
+from .ladder.rms_norm import stages
+from .rungs import INTERPRETED, triton, warps
+
+ARCHITECTURES = (75, 80, 90)
+FP32 = ("DELTA", "INVERSE_RMS", "LOSSES", "LSE", "PARTIAL", "SCALE")  # pointers to fp32, whatever the tensors' dtype
+FLOATS = ("back", "eps", "scale")  # arguments that are neither pointers nor integers
+MULTIPLES = ("N", "V", "stride", "stride_dx", "stride_dy", "stride_x")  # of 16, at the sizes of Llama 3 8B
+IN_LOOPS = {"barriers": "bar.sync", "exchanges": "shfl", "copies": "cp.async.c[ag]"}  # in PTX, for `loops`
+IN_ITS_OWN = """
+import json, sys
+from llmlab.course.kernels import ptx
+name, kernels = json.load(sys.stdin)
+print(json.dumps([getattr(ptx, name)(*each) for each in kernels]))
+"""
+
+
+def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, int]]]:
+    """Yield (file, kernel, dtype, constants, options) for every kernel, at the sizes of Llama 3 8B."""
+    hidden, tile = 4096, 8192
+    for dtype in ("fp32", "fp16", "bf16") if arch >= 80 else ("fp32", "fp16"):
+        yield "softmax", "softmax_row", dtype, {"BLOCK": hidden}, {"num_warps": warps(hidden)}
+        for kernel in ("softmax_wide", "softmax_backward"):
+            yield "softmax", kernel, dtype, {"BLOCK": tile}, {"num_warps": warps(tile)}
+        for kernel in ("forward_kernel", "backward_kernel"):
+            values, constants = hidden, {"BLOCK": hidden}
+            if kernel == "backward_kernel":  # it has the sums of dweight too
+                values, constants["STAGES"] = 2 * hidden, stages(hidden, 4 if dtype == "fp32" else 2)
+            yield "rms_norm", kernel, dtype, constants, {"num_warps": warps(values)}
+            yield "swiglu", kernel, dtype, {"BLOCK": 1024}, {}
+        for back in (False, True):
+            yield "rope", "rope_kernel", dtype, {"BACK": back, "BLOCK_H": 32, "BLOCK_K": 8, "BLOCK_D": 64}, {}
+        for kernel in ("loss_kernel", "gradient_kernel"):
+            yield "cross_entropy", kernel, dtype, {"IGNORED": -100, "BLOCK": tile}, {"num_warps": warps(tile)}
+        yield "matmul", "matmul_kernel", dtype, {"TILE": 32}, {}
+        for head in (32, 64, 96, 128):
+            width = triton.next_power_of_2(head)
+            yield "attention", "delta_kernel", dtype, {"D": head, "WIDTH": width, "M": 64}, {}
+            for kernel in ("forward_kernel", "keys_kernel", "queries_kernel"):
+                settings = tiles_for(head, 4 if dtype == "fp32" else 2, divmod(arch, 10), kernel != "forward_kernel")
+                options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
+                if kernel == "queries_kernel":  # as `Attention.backward` does
+                    settings["M"], settings["N"] = settings["N"], settings["M"]
+                yield "attention", kernel, dtype, {"CAUSAL": True, "D": head, "WIDTH": width, **settings}, options
+
+
+def module_of(file: str) -> ModuleType:
+    """Return a module of the ladder by its name, or the one that a path ending in .py names."""
+    if not file.endswith(".py"):
+        return import_module(f".ladder.{file}", __package__)
+    spec = spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := module_from_spec(spec))
+    return module
+
+
+def compiled(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> Any:
+    """Return what Triton compiled of one kernel for sm_`arch`; its PTX is `.asm["ptx"]`. file: as `module_of` takes it.
+
+    Pointers are assumed to be aligned to 16 bytes, as PyTorch's are, columns and strides to be multiples of 16.
+    """
+    GPUTarget = symbol("triton.backends.compiler.GPUTarget")
+    kernel = getattr(module_of(file), name)
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.isupper() and len(argument) > 1 and argument not in ("HEADS", "KV_HEADS", "HALF", "GROUP"):
+            signature[argument] = "*i64" if argument == "TARGETS" else "*fp32" if argument in FP32 else f"*{dtype}"
+        elif argument in tuple("XYWQKVABC") and not (argument == "V" and file == "cross_entropy"):
+            signature[argument] = f"*{dtype}"
+        else:
+            signature[argument] = "fp32" if argument in FLOATS else "i32"
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, (argument, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (kind == "i32" and (argument in MULTIPLES or argument[-2:] in ("_b", "_h", "_t")))
+    }
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compile_kernel(
+    file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int
+) -> tuple[str, ...]:
+    """Compile one kernel for sm_`arch`; return kernel, dtype, arch, registers per thread, bytes spilled and shared."""
+    get_ptxas = symbol("triton.backends.nvidia.compiler.get_ptxas")
+    made = compiled(file, name, dtype, constants, options, arch)
+    target, *_ = re.findall(r"\.target (\w+)", made.asm["ptx"])  # sm_90a if it uses Hopper's matrix instructions
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder, "kernel.ptx")).write_text(made.asm["ptx"], "utf-8")
+        assemble = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(path), "-o", str(path) + ".cubin"]
+        ptxas = subprocess.run(assemble, capture_output=True, text=True, check=True)
+    label = f"{file}.{name}" + "".join(f" {key}={value}" for key, value in constants.items())
+    registers, *_ = re.findall(r"Used (\d+) registers", ptxas.stderr)
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)))
+    return label, dtype, str(arch), registers, str(spills), str(made.metadata.shared)
+
+
+def loops(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> dict[str, int]:
+    """Return how many loops one kernel's PTX has for sm_`arch`, and in them: barriers, exchanges between threads
+    (shuffles), asynchronous copies."""
+    code = compiled(file, name, dtype, constants, options, arch).asm["ptx"]
+    labels = {found[1]: found.start() for found in re.finditer(r"^([$]L\w+):", code, re.MULTILINE)}
+    jumps = [(labels[found[1]], found.start()) for found in re.finditer(r"bra[.\w]*\s+([$]L\w+);", code)]
+    bodies = [code[start:end] for start, end in jumps if start < end]
+    return {"loops": len(bodies)} | {
+        what: sum(len(re.findall(instruction, body)) for body in bodies) for what, instruction in IN_LOOPS.items()
+    }
+
+
+def in_its_own_process(name: str, kernels: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return what `compile_kernel` or `loops`, by `name`, gives for each list of arguments.
+
+    For callers that interpret: Triton decides once per process, so a process of its own compiles. Raises
+    subprocess.CalledProcessError, with what it said in `stderr`, if a kernel does not compile.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_ITS_OWN], env=environment, check=True,
+        input=json.dumps([name, [list(each) for each in kernels]]), capture_output=True, text=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@click.command()
+@click.option("--arch", type=click.Choice([str(arch) for arch in ARCHITECTURES]), multiple=True, help="sm_ number.")
+@click.option("--kernel", "wanted", default="", help="Only kernels whose name contains this.")
+@click.option("--dtype", "wanted_dtype", type=click.Choice(["fp32", "fp16", "bf16"]), help="Only this one.")
+@click.option("--head", type=int, help="Of attention's kernels, only this head size.")
+def main(arch: tuple[str, ...], wanted: str, wanted_dtype: str | None, head: int | None) -> None:
+    """Compile the Triton kernels and print registers per thread, bytes spilled and bytes of shared memory."""
+    if triton is None or INTERPRETED:
+        click.echo("needs Triton, and a process without TRITON_INTERPRET=1: the interpreter compiles nothing", err=True)
+        sys.exit(2)
+    asked = [
+        (file, name, dtype, constants, options, one)
+        for one in map(int, arch or map(str, ARCHITECTURES))
+        for file, name, dtype, constants, options in kernels(one)
+        if wanted in f"{file}.{name}" and wanted_dtype in (None, dtype)
+        and (head is None or constants.get("D", head) == head)
+    ]  # fmt: skip
+    rows = [compile_kernel(*each) for each in track(asked, "kernels", console=Console(stderr=True))]
+    header = ("kernel", "dtype", "sm", "registers", "spills", "shared")
+    show(Table(header, rows, words=(0, 1)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Mistakes that run and train: wrong attention, a wrong norm and wrong data for a GPT, and probes that reveal them.
+
+B  sequences     T  tokens     C  hidden size     H  heads     D  size of a head     V  vocabulary
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from ...data import windows
+
+# ---- probes
+
+
+@torch.no_grad()
+def influence(model: nn.Module, ids_T: Tensor) -> Tensor:
+    """Return which tokens the logits depend on, bool (T, T): (t, s) is True if another token at s changes those at t.
+
+    Computed in fp64, where rounding is far below any influence. For a decoder it is the lower triangle.
+    """
+    model, T = copy.deepcopy(model).double().eval(), len(ids_T)
+    texts_TT = ids_T.repeat(T, 1)
+    texts_TT[range(T), range(T)] = texts_TT.diagonal() ^ 1  # text s differs at token s
+    before_TV, after_TTV = model(ids_T[None])[0], model(texts_TT)
+    return ((after_TTV - before_TV).abs().amax(-1) > 1e-9).T
+
+
+# ---- wrong attention
+
+
+def attend_without_mask(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object) -> Tensor:
+    """WRONG: every token sees the later ones, including the one it has to predict."""
+    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD)
+
+
+def attend_over_heads(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object) -> Tensor:
+    """WRONG: tokens and heads are exchanged, so a token's heads attend to each other and no token sees another."""
+    q_BTHD, k_BTHD, v_BTHD = (t.transpose(1, 2) for t in (q_BHTD, k_BHTD, v_BHTD))
+    return F.scaled_dot_product_attention(q_BTHD, k_BTHD, v_BTHD).transpose(1, 2)  # the shape is right again
+
+
+# ---- another norm
+
+
+class BatchNorm(nn.Module):
+    """nn.BatchNorm1d over all tokens of a batch: a channel's mean and variance mix sequences and positions."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(size)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.norm(x_BTC.flatten(0, 1)).view_as(x_BTC)
+
+
+def with_norm(model: nn.Module, make: Callable[[int], nn.Module]) -> nn.Module:
+    """Replace each LayerNorm of the GPT by `make(hidden size)`, and return the GPT."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.LayerNorm):
+            model.set_submodule(name, make(module.normalized_shape[0]))
+    return model
+
+
+# ---- data
+
+
+class Windows(Dataset):
+    """`count` random windows of a text, reproducible by seed: item i is (seq_len,) ids, cut out on access."""
+
+    def __init__(self, ids: Tensor, seq_len: int, count: int, seed: int = 0) -> None:
+        self.ids, self.seq_len, self.count, self.seed = ids, seq_len, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> Tensor:
+        return windows(self.ids, 1, self.seq_len, self.seed + i)[0]
+
+
+class Stream(IterableDataset):
+    """Consecutive windows of a text. With several DataLoader workers, each of them yields the whole stream."""
+
+    def __init__(self, ids: Tensor, seq_len: int) -> None:
+        self.ids, self.seq_len = ids, seq_len
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self.ids[: len(self.ids) // self.seq_len * self.seq_len].view(-1, self.seq_len)

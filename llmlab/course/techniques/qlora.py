@@ -1,0 +1,68 @@
+"""QLoRA: LoRA adapters trained beside a frozen base model in 4 bits (Dettmers et al., arXiv 2305.14314).
+
+    y = x · dequantize(W)ᵀ + (alpha / r) · x Aᵀ Bᵀ      (equation 5)
+
+The gradient flows through the dequantized weight to x, and never to the weight itself: rounding needs no derivative.
+bitsandbytes stores the codes and multiplies; `llmlab.course.quantize.formats.nf4` is the same format from scratch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.errors import NotAvailable, SpecError
+from .lora import LoRALinear, adapters
+
+HEAD = "lm_head"
+
+
+def to_nf4(model: nn.Module, double: bool = False, compute: torch.dtype = torch.float32) -> nn.Module:
+    """Replace every linear layer but the head by bitsandbytes' NF4, with products in `compute`; return the model.
+
+    `double` quantizes the scales too (section 3). Embeddings, head and norms are unchanged. Raises NotAvailable
+    without bitsandbytes, and SpecError if the model already has LoRA layers: quantize first, then inject.
+    """
+    try:
+        import bitsandbytes as bnb
+    except ImportError:
+        raise NotAvailable("NF4 linears need bitsandbytes: pip install bitsandbytes") from None
+    if any(isinstance(module, LoRALinear) for module in model.modules()):
+        raise SpecError("this model has LoRA layers, whose A and B must not be quantized: call to_nf4 before inject")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": double}
+    for name, linear in linears.items():
+        if name.rpartition(".")[2] == HEAD:
+            continue
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        small = bnb.nn.Linear4bit(*sizes, compute_dtype=compute, **how)
+        # On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks the weights at the first call in eval mode. Its product
+        # with packed weights has no backward, so from then on the layers below would train on wrong gradients.
+        small.support_avx512bf16_for_cpu = False
+        small.bias = linear.bias
+        weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **how)
+        small.weight = weight.to(linear.weight.device)  # type: ignore[misc]  # its stub says that this is a Module
+        model.set_submodule(name, small)
+    return model
+
+
+@torch.no_grad()
+def merge_rounded(model: nn.Module) -> nn.Module:
+    """Dequantize each base weight, add its adapter, and round to NF4 again; return the model, its adapters merged.
+
+    Unlike `merge` it loses precision: the sum is rounded, and with it the adapter. peft's merge does so too, and warns.
+    """
+    import bitsandbytes as bnb
+
+    for name, layer in adapters(model).items():
+        old = layer.base.weight
+        if not isinstance(old, bnb.nn.Params4bit) or old.quant_state is None:
+            raise SpecError(f"{name}'s base is not in NF4: call to_nf4 before inject, or use merge")
+        how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": old.compress_statistics}
+        whole = bnb.functional.dequantize_4bit(old.data, old.quant_state).float() + layer.difference()
+        rounded = bnb.nn.Params4bit(whole, requires_grad=False, **how)
+        layer.base.weight = rounded.to(old.device)  # type: ignore[misc]  # its stub says that this is a Module
+        layer.merged = True
+    return model

@@ -1,0 +1,136 @@
+"""ZeRO from scratch (Rajbhandari et al., arXiv 1910.02054, section 5): ranks split what data parallelism replicates.
+
+    python -m llmlab.course.experiments zero --ranks 2 --stage 3 --steps 20 --engine scratch --json
+
+    stage   a rank keeps 1/N of     it sends in each step, in units of (N - 1) / N of the parameters' bytes
+    1       optimizer states        2: gradients are reduce-scattered, parameters all-gathered
+    2       and gradients           2: the same, unit by unit during backward
+    3       and parameters          3: parameters are all-gathered for forward, and again for backward
+
+A unit is a module whose parameters are in one flat tensor, which is padded so that its N chunks are equal.
+
+    N  ranks     P  elements of a unit, padded to a multiple of N
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...base.errors import SpecError
+from .data_parallel import flat_gradients, ring_all_gather, ring_reduce_scatter, same_model
+from .memory_anatomy import storage_bytes
+
+STAGES = (1, 2, 3)
+
+
+class Unit:
+    """Parameters in one flat tensor, (P,), of which rank r updates chunk r, (P / N,)."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        used = sum(p.numel() for p in parameters)
+        self.full = torch.zeros(-(-used // ranks) * ranks, dtype=parameters[0].dtype)  # (P,)
+        views = self.full[:used].split([p.numel() for p in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
+            view.copy_(parameter.detach().flatten())
+            parameter.data = view.view_as(parameter)
+        self.bytes = self.full.nbytes
+        self.mine = self.full.tensor_split(ranks)[rank]  # (P / N,)
+        self.shard = nn.Parameter(self.mine)  # a view: an update changes the flat tensor
+        self.waiting = len(parameters)  # number of gradients that backward has not computed yet
+
+    def separate(self) -> None:
+        """Copy the chunk into memory of its own, and free the flat tensor."""
+        self.shard = nn.Parameter(self.mine.detach().clone())
+        self.free()
+
+    def gather(self) -> int:
+        """All-gather the flat tensor in place, unless it is in memory already; return the bytes sent."""
+        storage = self.full.untyped_storage()
+        if storage.size():
+            return 0
+        storage.resize_(self.bytes)  # the same storage, because tensors that autograd saved refer to it
+        self.mine.copy_(self.shard.detach())
+        return ring_all_gather(self.full)
+
+    def free(self) -> None:
+        self.full.untyped_storage().resize_(0)
+
+    def reduce_gradients(self) -> int:
+        """Average the gradients over ranks, keep this rank's chunk and drop the rest; return the bytes sent."""
+        flat = torch.zeros(self.bytes // self.shard.element_size(), dtype=self.shard.dtype)  # (P,)
+        flat[: sum(p.numel() for p in self.parameters)] = flat_gradients(self.parameters)
+        for parameter in self.parameters:
+            parameter.grad = None
+        sent = ring_reduce_scatter(flat.mul_(1 / dist.get_world_size()))
+        chunk = flat.tensor_split(dist.get_world_size())[dist.get_rank()].clone()  # (P / N,); the rest is freed
+        self.shard.grad = chunk if self.shard.grad is None else self.shard.grad + chunk
+        return sent
+
+
+class Zero:
+    """A model whose states are split over the ranks: call `backward(loss)`, then `step()`.
+
+    Each of `modules` becomes a unit, and all other parameters form one more. In stage 3 a unit is whole only while it
+    computes, so modules should be large and run one after another, as a model's blocks do. The optimizer sees flat
+    chunks, so it must treat every element alike (AdamW does). `sent` counts bytes.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: list[nn.Module], stage: int, optimizer: type[torch.optim.Optimizer], **options
+    ) -> None:
+        if stage not in STAGES:
+            raise SpecError(f"stage={stage!r} is not one of {', '.join(map(str, STAGES))}; 0 is data parallelism")
+        same_model(model)
+        self.model, self.stage, self.sent = model, stage, 0
+        owned = [list(module.parameters()) for module in modules]
+        in_modules = {p for parameters in owned for p in parameters}
+        self.units = [Unit(parameters) for parameters in owned]
+        self.units.append(Unit([p for p in model.parameters() if p not in in_modules]))
+        for module, unit in zip([*modules, model], self.units, strict=True):
+            if stage >= 2:
+                for parameter in unit.parameters:
+                    parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: self._arrived(unit))
+            if stage == 3:
+                unit.separate()
+                module.register_forward_pre_hook(lambda *_, unit=unit: self._gather(unit))
+                module.register_forward_hook(lambda *_, unit=unit: unit.free())
+                module.register_full_backward_pre_hook(lambda *_, unit=unit: self._gather(unit))
+        self.optimizer = optimizer([unit.shard for unit in self.units], **options)
+
+    def _gather(self, unit: Unit) -> None:
+        self.sent += unit.gather()
+
+    def _arrived(self, unit: Unit) -> None:
+        unit.waiting -= 1
+        if unit.waiting == 0:  # the unit's backward is done
+            unit.waiting = len(unit.parameters)
+            self.sent += unit.reduce_gradients()
+            if self.stage == 3:
+                unit.free()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        """Update this rank's chunks; in stages 1 and 2, all-gather the new parameters."""
+        for unit in self.units:
+            if self.stage == 1:  # gradients are whole until here
+                self.sent += unit.reduce_gradients()
+            elif unit.shard.grad is None or unit.waiting < len(unit.parameters):  # it was not reduced
+                flat_gradients(unit.parameters)  # raises, and says which gradients are missing
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.stage < 3:
+            self.sent += sum(ring_all_gather(unit.full) for unit in self.units)
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes of parameters on this rank now: of whole units and of chunks."""
+        return storage_bytes(tensor for unit in self.units for tensor in (unit.full, unit.shard))
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of gradients on this rank now."""
+        return storage_bytes(p.grad for p in [*self.model.parameters(), *(unit.shard for unit in self.units)])

@@ -1,1 +1,0 @@
-"""Programs on several processes, which chapters and tests run: `python -m llmlab.experiments NAME --help`."""

@@ -1,0 +1,121 @@
+"""The record of a decode step: its requests to the allocator, its kernels, and the tensors that outlive it."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.compat import tree_flatten
+from ..traces.kernels import Kernel
+from .engine.engine import Engine
+from .workspaces.registry import Operator
+
+
+class Request(NamedTuple):
+    """One event of a step: "malloc" of `size` bytes; "free" of malloc `number`, or of tensor -1 - `number` of the cache
+    before the step; "scratch" of operator `func` before its outputs, "more scratch" after them, and "free scratch", of
+    the operator with this `number`."""
+
+    kind: str
+    number: int
+    size: int = 0
+    place: Any = None
+    func: Any = None
+    leaves: tuple = ()  # of the arguments and the outputs: a tensor's is an `Argument`
+    form: Any = None
+
+
+class Argument(NamedTuple):
+    """A tensor that an operator was given."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Living(NamedTuple):
+    """A tensor that lives on, in the memory of malloc `number`; `size`: bytes of its storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    size: int
+    dtype: torch.dtype
+    number: int
+
+
+class DecodeStep(NamedTuple):
+    """The record of a step: its requests and operators, the tensors that live on (the cache's, then the logits), and
+    the counters of the cache's layers."""
+
+    requests: tuple[Request, ...]
+    kernels: tuple[Kernel, ...]
+    living: tuple[Living, ...]
+    counters: tuple[tuple[tuple[str, int], ...], ...]
+
+
+class StepRecorder:
+    """Records the requests of a step to `engine`, as its observer."""
+
+    def __init__(self, engine: Engine, cached: list[Tensor]) -> None:
+        self.engine = engine
+        self.requests: list[Request] = []
+        # By address: the number of a malloc that was not freed, or of what the cache held before.
+        self.alive = {engine.address(each) or 0: -1 - number for number, each in enumerate(cached)}
+        self.complete = True  # nothing was freed that is not known
+        self._new = count(1)
+        self._numbers: dict[int, int] = {}  # of operators that have scratch, by id
+        self._in_scratch = False
+
+    def living(self, tensor: Tensor) -> Living:
+        """Return what is known of a tensor after the step; `number` is 0 where its memory is not known."""
+        number, size = self.alive.get(self.engine.address(tensor) or 0, 0), tensor.untyped_storage().nbytes()
+        return Living(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size, tensor.dtype, number)
+
+    def allocated(self, address: int, size: int) -> None:
+        if not self._in_scratch:
+            number = self.alive[address] = next(self._new)
+            self.requests.append(Request("malloc", number, size, self.engine.asked))
+
+    def freed(self, address: int) -> None:
+        if self._in_scratch:
+            return
+        if address in self.alive:
+            self.requests.append(Request("free", self.alive.pop(address)))
+        else:
+            self.complete = False
+
+    def scratch_begins(self, op: Operator, freeing: bool) -> None:
+        self._in_scratch = True
+        if freeing:
+            self.requests.append(Request("free scratch", self._numbers.pop(id(op))))
+            return
+        kind = "more scratch" if id(op) in self._numbers else "scratch"
+        number = self._numbers.setdefault(id(op), next(self._new))
+        leaves, form = tree_flatten((op.args, op.kwargs, op.out))
+        shapes = tuple(Argument(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        place = self.engine.place() if self.engine.place else None
+        self.requests.append(Request(kind, number, 0, place, op.func, shapes, form))
+
+    def scratch_ends(self) -> None:
+        self._in_scratch = False
+
+
+def on_line(one: Any, other: Any, steps: int) -> Any:
+    """Return what grows as from `one` to `other`, `steps` times; of a tuple, each element does."""
+    if one == other:
+        return one
+    if isinstance(one, int):
+        return one + (other - one) * steps
+    values = [on_line(a, b, steps) for a, b in zip(one, other, strict=True)]
+    return type(one)(*values) if hasattr(one, "_fields") else tuple(values)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same but for whole numbers in them."""
+    if one == other or (type(one) is int and type(other) is int):
+        return True
+    tuples = isinstance(one, tuple) and type(one) is type(other) and len(one) == len(other)
+    return tuples and all(map(alike, one, other))

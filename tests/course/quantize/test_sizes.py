@@ -1,0 +1,178 @@
+"""Bits per weight as the gguf package counts them; files of published size; .gguf files whole, truncated, corrupt."""
+
+import gguf as package
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import llmlab as lab
+from llmlab.base.errors import SpecError, UnknownName
+from llmlab.course import quantize
+from llmlab.course.quantize.formats import gguf_file
+from llmlab.course.quantize.formats.sizes import BLOCKS, MIXES, stored
+
+# Bytes of the published files of Llama-3.1-8B-Instruct
+PUBLISHED = {
+    "F32": 32128885888, "Q8_0": 8540775840, "Q6_K": 6596011424, "Q5_K_M": 5732992416, "Q4_K_M": 4920739232,
+    "Q4_K_S": 4692673952, "Q3_K_M": 4018922912, "Q2_K": 3179136416,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_ggmls(kind):
+    assert package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]] == BLOCKS[kind]
+
+
+@pytest.mark.parametrize("mix", PUBLISHED)
+def test_file_sizes_are_the_published_ones(mix):
+    """Within 0.001 %, though the header is an estimate; of the tensors alone, to the byte (see the next test)."""
+    assert quantize.file_bytes(lab.model("Llama-3.1-8B"), mix) == pytest.approx(PUBLISHED[mix], rel=1e-5)
+
+
+def test_all_published_files_have_the_same_header():
+    """What the rules leave unexplained is the tokenizer, the same in every file: no tensor's kind is wrong."""
+    spec = lab.model("Llama-3.1-8B")
+    headers = {mix: PUBLISHED[mix] - quantize.file_bytes(spec, mix, header=0) for mix in PUBLISHED}
+    assert headers.pop("F32") == 7840640
+    assert set(headers.values()) == {7840928}, "288 bytes more: what quantizing adds to the metadata"
+
+
+@pytest.mark.parametrize(("mix", "bits"), [("F16", 16.0005), ("Q8_0", 8.5008), ("Q6_K", 6.5633), ("Q4_K_M", 4.8944)])
+def test_bits_a_weight_are_llama_cpps_own_table(mix, bits):
+    spec = lab.model("Llama-3.1-8B")
+    assert 8 * quantize.file_bytes(spec, mix, header=0) / spec.parameters == pytest.approx(bits, abs=5e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Llama-3.1-8B", "Qwen2.5-0.5B", "gemma-2-2b"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_parameter_is_stored_once_in_whole_blocks(name, mix):
+    spec = lab.model(name)
+    tensors = list(stored(spec, mix))
+    extra = sum(t.rows * t.columns for t in tensors if t.name == "rope_freqs")
+    assert sum(t.rows * t.columns for t in tensors) - extra == spec.parameters
+    assert all(t.columns % BLOCKS[t.kind][0] == 0 for t in tensors)
+
+
+def test_rows_that_are_no_superblocks_fall_back():
+    """Qwen2.5-0.5B is 896 wide, no multiple of 256: its Q4_K becomes Q5_0, its file larger than the name says."""
+    spec = lab.model("Qwen2.5-0.5B")
+    for mix, kind in (("Q2_K", "Q4_0"), ("Q3_K_S", "Q4_0"), ("Q4_K_S", "Q5_0"), ("Q5_K_S", "Q5_1"), ("Q6_K", "Q8_0")):
+        assert {tensor.name: tensor.kind for tensor in stored(spec, mix)}["blk.5.attn_q"] == kind
+    kinds = {tensor.name: tensor.kind for tensor in stored(spec, "Q4_K_M")}
+    assert kinds["blk.5.attn_q"] == "Q5_0" and kinds["blk.0.ffn_down"] == "Q6_K" and kinds["output"] == "Q8_0"
+
+
+def test_sizes_refuse_what_they_do_not_know():
+    with pytest.raises(UnknownName, match="Q4_K_M"):
+        quantize.file_bytes(lab.model("gpt2"), "Q4_K_XL")
+    with pytest.raises(UnknownName, match="nf4"):
+        quantize.bits_per_weight("nf5")
+    with pytest.raises(SpecError, match="dense"):
+        quantize.file_bytes(lab.model("DeepSeek-V3"), "Q4_K_M")
+
+
+def test_the_estimators_bytes_of_nf4_and_int8_are_these_bits():
+    from llmlab.formulas.memory.precision import weight_bytes
+
+    for kind in ("nf4", "int8"):
+        assert 8 * weight_bytes(kind, 2**20, rows=0) / 2**20 == quantize.bits_per_weight(kind)
+
+
+# ---- files
+
+
+@pytest.fixture
+def tensors():
+    rng = np.random.default_rng(0)
+    return {"token_embd.weight": rng.standard_normal((8, 256)).astype(np.float32),
+            "blk.0.attn_q.weight": rng.standard_normal((4, 512)).astype(np.float32),
+            "odd.weight": rng.standard_normal((4, 30)).astype(np.float32),
+            "output_norm.weight": np.ones(256, np.float32)}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*quantize.gguf.FORMATS, "F16", "F32"])
+def test_a_file_reads_back_here_and_in_the_gguf_package(tmp_path, tensors, kind):
+    path = tmp_path / "small.gguf"
+    gguf_file.write(path, tensors, kind, "llama", {"llama.block_count": 1, "general.name": "small", "x.float": 0.5})
+    back = gguf_file.read(path)
+    assert back.metadata["general.architecture"] == "llama" and back.metadata["llama.block_count"] == 1
+    assert back.metadata["general.name"] == "small" and back.metadata["x.float"] == 0.5
+    theirs = {tensor.name: tensor for tensor in package.GGUFReader(path).tensors}
+    assert list(back.tensors) == list(theirs) == list(tensors)
+    for name, tensor in back.tensors.items():
+        assert tensor.kind == theirs[name].tensor_type.name
+        expected = package.dequantize(theirs[name].data, theirs[name].tensor_type)
+        np.testing.assert_array_equal(tensor.decode(), expected)
+    assert back.tensors["token_embd.weight"].kind == kind
+    assert back.tensors["output_norm.weight"].kind == "F32", "llama.cpp wants vectors in fp32, whatever the matrices"
+    if kind in ("Q4_K", "Q6_K"):
+        assert back.tensors["odd.weight"].kind == "F16", "30 columns are no blocks of 32 either"
+
+
+def test_arrays_and_every_kind_of_metadata_are_read(tmp_path):
+    writer = package.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "ü", ""])
+    writer.add_array("tokenizer.ggml.scores", [1.0, -2.0])
+    writer.add_bool("flag", True)
+    writer.add_uint8("byte", 7)
+    writer.add_tensor("x", np.zeros((1, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    metadata = gguf_file.read(tmp_path / "m.gguf").metadata
+    assert metadata["tokenizer.ggml.tokens"] == ["a", "ü", ""] and metadata["tokenizer.ggml.scores"] == [1.0, -2.0]
+    assert metadata["flag"] is True and metadata["byte"] == 7
+
+
+def written(tmp_path):
+    path = tmp_path / "whole.gguf"
+    gguf_file.write(path, {"a": np.ones((4, 32), np.float32)}, "Q8_0", "llama", {"k": "text"})
+    return path.read_bytes()
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
+    data, cut = written(tmp_path), tmp_path / "cut.gguf"
+    end = data.rfind(b"\x7f") + 1  # the last code; the writer pads after it
+    for size in range(end):
+        cut.write_bytes(data[:size])
+        with pytest.raises(SpecError, match=r"truncated|not a \.gguf"):
+            gguf_file.read(cut)
+
+
+@settings(max_examples=200)
+@example(at=78, byte=9)  # "k" becomes an array of 2^58 numbers: the package's reader alone would never end
+@given(at=st.integers(0, 200), byte=st.integers(0, 255))
+def test_a_corrupt_header_is_read_or_refused_in_one_line(tmp_path_factory, at, byte):
+    folder = tmp_path_factory.getbasetemp()
+    data = bytearray(written(folder))
+    data[at % len(data)] = byte
+    path = folder / "corrupt.gguf"
+    path.write_bytes(data)
+    try:
+        gguf_file.read(path)
+    except SpecError as error:
+        assert "\n" not in str(error) and str(path) in str(error)
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"PK\x03\x04 a zip file")
+    with pytest.raises(SpecError, match=r"begins with b'PK"):
+        gguf_file.read(tmp_path / "x.gguf")
+    with pytest.raises(SpecError, match="No such file"):
+        gguf_file.read(tmp_path / "none.gguf")
+
+
+def test_nothing_is_written_where_a_tensor_cannot_be(tmp_path):
+    path = tmp_path / "broken.gguf"
+    for tensors, kind, metadata, error in (
+        ({"a": np.full((1, 32), np.nan, np.float32)}, "Q8_0", {}, SpecError),
+        ({"a": np.ones((1, 32), np.float32)}, "Q9_0", {}, UnknownName),
+        ({"a": np.ones((1, 32), np.float32)}, "Q8_0", {"k": {}}, SpecError),
+        ({"a": np.ones((1, 32), np.float32)}, "Q8_0", {"k": [1, "a"]}, SpecError),
+        ({"a": np.ones((1, 32), np.float32)}, "Q8_0", {"k": []}, SpecError),
+    ):
+        with pytest.raises(error):
+            gguf_file.write(path, tensors, kind, "llama", metadata)
+        assert not path.exists()
