@@ -322,8 +322,8 @@ def main(out: Path | None, estimates: bool) -> None:
     if estimates:
         said = [decided(case, simulate=False) for case in asked]
     else:
-        of_stacks = [case for case in asked if stack_of(case.run)]
-        others = [case for case in asked if not stack_of(case.run)]
+        of_stacks = [case for case in asked if stack_of(case.run).own_program]
+        others = [case for case in asked if not stack_of(case.run).own_program]
         answers = {**_decided(of_stacks, [str(STACKS)]), **_decided(others, [])}
         said = [answers[case.id] for case in asked]
     found = list(zip(asked, said, strict=True))

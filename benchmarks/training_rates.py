@@ -30,7 +30,7 @@ from llmlab.formulas.time import kernels as times
 from llmlab.formulas.time.efficiency import efficiencies
 from llmlab.hardware.kernel_tables import FOLDER, UNIT, WORK, Grid, kernel_table, timed
 from llmlab.hardware.links import cluster
-from llmlab.specs.stacks import Megatron
+from llmlab.specs.run import stack_of
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
 TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
@@ -176,7 +176,7 @@ def spreads(rows: list[throughput.Row], widened: float = 1.0) -> dict[str, float
     amd, nvidia = ([row for row in rows if (lab.gpu(row.card).vendor == "AMD") is amd] for amd in (True, False))
     long = [row for row in nvidia if seconds(row)[0] >= SHORT]
     whole, cut = ([row for row in long if (row.run.tp * row.run.pp > 1) is cut] for cut in (False, True))
-    piped = [row for row in cut if row.run.pp > 1 and not isinstance(row.run.stack, Megatron)]
+    piped = [row for row in cut if row.run.pp > 1 and not stack_of(row.run).timed_pipelines]
     cut = [row for row in cut if row not in piped]
     measured, middle = widened * _held_by_sources(whole), median(product_shares().values())
     differ = _held([log(share / middle) for share in product_shares().values()])

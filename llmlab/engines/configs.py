@@ -58,10 +58,15 @@ DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {
 }
 
 
+def check_stack(run: Any, why: str, *names: str) -> None:
+    """Raise SpecError, with `why`, unless transformers trains, or a stack with one of these `names`."""
+    if (name := getattr(run.stack, "name", run.stack)) not in ("transformers", *names):
+        raise SpecError(f"stack={name!r}{why}")
+
+
 def deepspeed_config(run: Settings) -> dict[str, Any]:
     """Return the config that `deepspeed.initialize` takes; raises SpecError for what DeepSpeed's ZeRO cannot do."""
-    if not isinstance(run.stack, str) and run.stack.name != "deepspeed":
-        raise SpecError(f"stack={run.stack.name!r} is not deepspeed")
+    check_stack(run, " is not deepspeed", "deepspeed")
     _data_parallel_alone("DeepSpeed", run)
     _one_copy("DeepSpeed", run)
     if not run.sync_each_batch:
@@ -101,8 +106,7 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
     gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_each_batch=True).
     Accelerate's FSDP2 reduces gradients in half precision too, whatever `reduce_dtype` is.
     """
-    if not isinstance(run.stack, str):
-        raise SpecError(f"stack={run.stack.name!r}: its options are not among Accelerate's settings")
+    check_stack(run, ": its options are not among Accelerate's settings")
     _data_parallel_alone("Accelerate", run)
     _one_copy("Accelerate", run)
     # DDP runs under autocast. DeepSpeed, and FSDP2's policy, keep fp32 copies or shards and compute in half precision.

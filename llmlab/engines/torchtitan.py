@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import SpecError
+from .configs import check_stack
 from .readers import agreed, check_keys, part_of, read_mapping
 
 RELEASE = "0.2.2"
@@ -64,7 +65,7 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
     Raises SpecError for a model that torchtitan has no flavor of, and for what it cannot do.
     """
     _check(run, name)
-    options = run.stack if not isinstance(run.stack, str) else None
+    options = run.stack  # a name has none
     model, flavor = FLAVORS[name]
     sharded = run.zero >= 2
     # With stages torchtitan cuts the batch of a rank into micro-batches, without them it accumulates.
@@ -117,8 +118,7 @@ def schedule_name(run: Any) -> str:
 def _check(run: Any, name: str) -> None:
     if name not in FLAVORS:
         raise SpecError(f"torchtitan has no flavor of {name}, only of {', '.join(FLAVORS)}")
-    if not isinstance(run.stack, str) and run.stack.name != "torchtitan":
-        raise SpecError(f"stack={run.stack.name!r} is not torchtitan")
+    check_stack(run, " is not torchtitan", "torchtitan")
     wanted: dict[str, tuple[str | None, ...]] = {
         "lora": (None,), "quantization": (None,), "offload": (None,), "kernels": (None,), "optimizer": ("adamw",),
         "attention": ("sdpa",),

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import SpecError
+from .configs import check_stack
 from .trainer import trainer_arguments
 
 
 def _data_parallel(tool: str, run: Any) -> None:
-    if not isinstance(run.stack, str):
-        raise SpecError(f"stack={run.stack.name!r} has its own trainer, not that of {tool}")
+    check_stack(run, f" has its own trainer, not that of {tool}")
     for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
         if getattr(run, axis) > 1:
             raise SpecError(f"{axis}={getattr(run, axis)}: llmlab writes files of {tool} for data parallelism only")
@@ -119,14 +119,13 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     for field, values in wanted.items():
         if getattr(run, field) not in values:
             raise SpecError(f"Megatron-LM with {field}={getattr(run, field)!r} is not supported here")
-    if not isinstance(run.stack, str) and run.stack.name != "megatron":
-        raise SpecError(f"stack={run.stack.name!r} is not megatron")
+    check_stack(run, " is not megatron", "megatron")
     if spec.family not in MEGATRON_FAMILIES:
         raise SpecError(f"a model of {spec.family} has no arguments here, only {', '.join(MEGATRON_FAMILIES)}")
-    if isinstance(run.stack, str) and run.checkpointing == "selective":
+    options = run.stack if hasattr(run.stack, "name") else None  # what Megatron-LM does by default
+    if options is None and run.checkpointing == "selective":
         raise SpecError("checkpointing='selective' of Megatron-LM recomputes less, attention's core alone: give "
                         "stack='megatron', or 'full'")  # fmt: skip
-    options = run.stack if not isinstance(run.stack, str) else None
     if options is not None and options.distributed_fused_adam:
         given = f"distributed_fused_adam={options.distributed_fused_adam!r}"
         raise SpecError(f"{given} is NeMo 1's: Megatron-LM has no such argument; leave it out")

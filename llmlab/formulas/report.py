@@ -16,8 +16,7 @@ from ..report import Report
 from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
-from ..specs.run import Inference, Run, Training
-from ..specs.stacks import Megatron, Torchtune
+from ..specs.run import Inference, Run, Training, stack_of
 from ..traces.store import find, has_trace
 from ..traces.trace import LOADED, Trace
 from .inference import inference_moments
@@ -191,7 +190,7 @@ def _alike(card: GPU, run: Training) -> GPU:
     """Return the first card on which a step takes as many bytes as on `card`: these are all that formulas/memory reads
     of one."""
     kind: tuple[object, ...] = card.cublas_workspace, card.supports_flash_attention_2, card.prefers_cudnn_attention
-    if isinstance(run.stack, Megatron):
+    if stack_of(run).own_kernels:
         kind = (*kind, card.compute_capability, card.sms)
     return _KINDS.setdefault(kind, card)
 
@@ -208,9 +207,9 @@ def _notes(
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
     if isinstance(run, Training) and run.quantization:
         yield from _around_quantized(run)
-    if pages_states(run):
+    if stack_of(run).paged(run):
         yield PAGED_STATES
-    if isinstance(run, Training) and isinstance(run.stack, Megatron) and run.stack.cuda_graph_impl:
+    if stack_of(run).cuda_graph_impl:
         yield Note("cuda-graph-pool", "The step's CUDA graph has a private memory pool, which is not counted.")
     if most := peaks.index(max(peaks)):
         figures = f"The figures are of stage 0; its peak is {show_bytes(peaks[0])}, that of stage {most}"
@@ -238,11 +237,6 @@ def _notes(
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")
-
-
-def pages_states(run: Run) -> bool:
-    """Return whether the optimizer's states are in memory of the driver's, which no size of a report includes."""
-    return isinstance(run, Training) and isinstance(run.stack, Torchtune) and run.stack.paged(run)
 
 
 def _around_quantized(run: Training) -> Iterator[Note]:

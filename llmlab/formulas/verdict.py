@@ -15,7 +15,6 @@ from ..base.terms import Outcome
 from ..hardware.gpu import GPU, gpus
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training, stack_of
-from ..specs.stacks import Megatron
 from .memory.moments import Moment
 
 
@@ -85,7 +84,7 @@ LEFT_OUT = {"muon", "gptq", "liger"}
 def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
     """Return the kind of a run with its tensors at `peak`."""
     stack = stack_of(run)
-    if isinstance(stack, Megatron) and stack.transformer_engine and run.attention != "eager":
+    if stack.transformer_engine and run.attention != "eager":
         return MEGATRON_EXPANDABLE if stack.expandable_segments else MEGATRON
     if not isinstance(run, Training):
         return GENERATION

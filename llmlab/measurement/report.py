@@ -66,7 +66,7 @@ def measured(
     """Return the report of `llmlab.measure`."""
     spec = find_model(model)
     run = check(spec, run)
-    if stack := stack_of(run):
+    if (stack := stack_of(run)).own_program:
         raise NotAvailable(f"measure supports stack='transformers' only, not {stack.name!r}; ask lab.simulate")
     check_one_device(run)
     check_counts(repeats=repeats)

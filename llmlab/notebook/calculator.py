@@ -24,7 +24,7 @@ from ..report import Report
 from ..specs.model import model as find_model
 from ..specs.model import models
 from ..specs.run import Inference, LoRA, Run, Training
-from ..specs.stacks import STACKS, StackOptions
+from ..specs.stacks import STACKS
 from .fields import fields_of, model_of, run_of, state_of
 from .plan_tab import plan_fields, planned
 
@@ -153,7 +153,7 @@ def command_line(called: str, run: Run, card: GPU) -> str:
         flag = "--" + name.replace("_", "-")
         if isinstance(value, LoRA):
             words.append(f"--lora {value.rank} --lora-targets {','.join(value.targets)}")
-        elif isinstance(value, StackOptions):  # the form has names alone: all options are the stack's own
+        elif name == "stack":  # the form has names alone: all options are the stack's own
             words.append(f"{flag} {value.name}")
         elif value is False:
             words.append(f"--no-{flag.removeprefix('--')}")

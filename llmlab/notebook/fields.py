@@ -13,8 +13,8 @@ from ..base.errors import SpecError
 from ..specs.help import HELP
 from ..specs.model import model as find_model
 from ..specs.model import models
-from ..specs.run import Inference, LoRA, Run, Training
-from ..specs.stacks import STACKS, TRANSFORMERS, StackOptions
+from ..specs.run import Inference, LoRA, Run, Training, stack_of
+from ..specs.stacks import STACKS, TRANSFORMERS
 
 # The first is the number of GPUs'; the adapters' memory does not depend on theirs; the others are not shown.
 DERIVED = {"dp", "lora_alpha", "lora_dropout", "images", "pixels", "num_labels"}
@@ -121,8 +121,7 @@ def state_of(run: Run) -> dict[str, str]:
             if value:
                 state["lora_targets"] = ",".join(value.targets)
         else:
-            said = value.name if isinstance(value, StackOptions) else value
-            state[f.name] = text_of(said)
+            state[f.name] = stack_of(run).name if f.name == "stack" else text_of(value)
     return state
 
 

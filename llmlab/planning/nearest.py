@@ -97,6 +97,6 @@ def _smaller(question: Question, where: Machines) -> Iterator[Nearest]:
 
 
 def _other(question: Question, where: Machines) -> Iterator[Nearest]:
-    if isinstance(question.stack, str):
+    if not question.stack.own_program:
         for method in METHODS[METHODS.index(question.method) + 1 :]:
             yield from _answer("Another method", method, replace(question, method=method), where)

@@ -13,7 +13,7 @@ from ..hardware.gpu import assumed_memory
 from ..specs.model import ModelLike
 from ..specs.model import model as find_model
 from ..specs.run import Training
-from ..specs.stacks import TRANSFORMERS, Megatron, StackOptions, resolved
+from ..specs.stacks import TRANSFORMERS, StackOptions, options_of, resolved
 from .confirm import confirm
 from .machines import Machines, machines, priced
 from .nearest import fitting, nearest
@@ -41,14 +41,12 @@ def plan(
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     fixed = dict(fixed or {})
     check_question(global_batch, method, allow, tokens, goal, fixed, within)
-    where, stack = machines(gpus), resolved(fixed.pop("stack", stack))
+    where, trained = machines(gpus), options_of(resolved(fixed.pop("stack", stack)))
     check_degrees(fixed, where if goal != "cheapest" else None, global_batch)
-    if isinstance(stack, StackOptions) and method != "full":
-        why = "Megatron-LM's arguments have no lora" if isinstance(stack, Megatron) else f"{stack.name} has no lora"
-        if isinstance(stack, Megatron) or stack.allowed.get("lora") == (None,):
-            raise SpecError(f"method={method!r} and stack={stack.name!r} contradict each other: {why}")
+    if method != "full" and (why := trained.without_lora):
+        raise SpecError(f"method={method!r} and stack={trained.name!r} contradict each other: {why}")
     spec = find_model(model)
-    question = Question(spec, global_batch, method, frozenset(allow), fixed, stack, goal, tokens, within)
+    question = Question(spec, global_batch, method, frozenset(allow), fixed, trained, goal, tokens, within)
     asked = list(priced(where)) if goal == "cheapest" else [where]
     search = Search(question, asked)
     confirmed = confirm(search, executor)

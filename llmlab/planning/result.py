@@ -13,7 +13,7 @@ from ..base.units import show_bytes, show_seconds
 from ..report import Report
 from ..specs.model import ModelLike
 from ..specs.model import model as find_model
-from ..specs.run import Training
+from ..specs.run import Training, stack_of
 from .files.write import Written, write_files
 from .machines import Machines
 from .search import Found
@@ -224,7 +224,7 @@ def words(run: Training) -> str:
     told = {"seq_len", "lora", "quantization", "stack"}
     fields = {name: value for name, value in run.differences().items() if name not in told}
     said = [name if value is True else f"{name} {value}" for name, value in fields.items()]
-    return ", ".join([*said, *([repr(run.stack)] if not isinstance(run.stack, str) else [])]) or "the defaults"
+    return ", ".join([*said, *([repr(run.stack)] if stack_of(run).own_program else [])]) or "the defaults"
 
 
 def lost(candidate: Candidate, best: Candidate, goal: str) -> str:

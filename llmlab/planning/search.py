@@ -30,7 +30,6 @@ from ..formulas.time.timing import timing
 from ..hardware.nodes import usual_host
 from ..specs.check import check
 from ..specs.run import Training
-from ..specs.stacks import TRANSFORMERS
 from .files.write import program
 from .machines import Machines
 from .space import DEGREES, OF_PROGRAM, SHARED, Question, divisors, lengths, shapes, shares
@@ -158,7 +157,7 @@ class Search:
         self, fields: Mapping[str, Any], where: Machines, rest: tuple[Mapping[str, Any], ...]
     ) -> tuple[Mapping[str, Any], ...]:
         """Return the shares with which a program runs the shape; a stack that is named brings its own program."""
-        if self.question.stack != TRANSFORMERS:
+        if self.question.stack.own_program:
             return rest
         of_shape = (where.card.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
         left = []

@@ -7,7 +7,7 @@ schedule. A *share* is who holds what: optimizer, ZeRO stage, HSDP's copies, off
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import isqrt
@@ -16,7 +16,7 @@ from typing import Any
 from ..specs.generic import attentions
 from ..specs.model import ModelSpec
 from ..specs.run import LoRA, Training
-from ..specs.stacks import TRANSFORMERS, Megatron, StackOptions, Torchtitan
+from ..specs.stacks import StackOptions, Transformers
 from .machines import Machines
 
 # Fields, and degrees that are 1 or more, on which depends whether a program of files/ runs a candidate.
@@ -43,7 +43,7 @@ class Question:
     method: str = "full"
     allow: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    stack: StackOptions | str = TRANSFORMERS
+    stack: StackOptions = field(default_factory=Transformers)
     goal: str = "fastest"
     tokens: int | None = None
     within: float | None = None  # days
@@ -57,7 +57,7 @@ class Question:
         has none of them all are returned, and what is made of them says so."""
         if name in self.fixed:
             return (self.fixed[name],)
-        if isinstance(self.stack, StackOptions) and name in self.stack.allowed:
+        if name in self.stack.allowed:
             return [value for value in values if value in self.stack.allowed[name]] or values
         return values
 
@@ -104,7 +104,7 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
     precisions: tuple[str, ...] = (f"autocast-{half}", f"mixed-{half}") if method == "full" else (half,)
     if method == "full" and "precision" in q.allow and half == "bf16":
         precisions += ALLOWED["precision"]
-    if isinstance(q.stack, StackOptions) and not set(precisions) & set(q.stack.allowed["precision"]):
+    if not set(precisions) & set(q.stack.allowed.get("precision", precisions)):
         precisions = (half,)  # torchtune and LitGPT keep no fp32 copy
     base: dict[str, Any] = {"attention": "eager"} if "sdpa" not in attentions(q.spec.family) else {}
     if method != "full":
@@ -156,29 +156,24 @@ def _micro_batches(q: Question, batch: int, dp: int) -> Iterator[tuple[int, int]
 
 
 def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, Any]]:
-    """Yield the stack, and of Megatron-LM's pipelines its interleaved schedules, too."""
-    if q.stack == TRANSFORMERS:
+    """Yield the stack, and of pipelines whose virtual stages are its option the interleaved schedules, too."""
+    if not q.stack.own_program:
         yield {}
         return
     yield {"stack": q.stack}
-    if isinstance(q.stack, Megatron) and q.stack.virtual_pipeline == 1 and pp > 1 and accumulation % pp == 0:
+    if q.stack.virtual_pipeline == 1 and pp > 1 and accumulation % pp == 0:
         for chunks in divisors(q.spec.layers // pp)[1:] if q.spec.layers % pp == 0 else ():
-            yield {"stack": Megatron(**{**_options(q.stack), "virtual_pipeline": chunks})}
-
-
-def _options(stack: StackOptions | str) -> dict[str, Any]:
-    assert isinstance(stack, StackOptions)
-    return {name: value for name, value in stack.to_dict().items() if name != "name"}
+            yield {"stack": replace(q.stack, virtual_pipeline=chunks)}
 
 
 def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
     """Yield who holds what, of `dp` data-parallel ranks; the optimizer where it is fixed or varied. torchtitan sets the
     ZeRO stage by itself: with context parallelism it shards what one data-parallel rank has."""
-    stage_is_open = not isinstance(q.stack, Torchtitan) or "zero" in q.fixed
+    stage_is_open = not q.stack.chooses_zero or "zero" in q.fixed
     optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else (None,)
     experts = q.spec.experts
     eps = q.options("ep", [n for n in divisors(dp) if experts and experts % n == 0] or (1,))
-    stages = (3,) if isinstance(q.stack, Torchtitan) and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
+    stages = (3,) if q.stack.chooses_zero and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
     offloads = q.options("offload", (None, "optimizer", "optimizer+parameters"))
     for optimizer, ep, offload in product(q.options("optimizer", optimizers), eps, offloads):
         if optimizer == "muon" and (offload or ep > 1):  # torch's takes whole matrices, on the card

@@ -15,7 +15,7 @@ from ..base.errors import NotAvailable, SpecError
 from ..base.notes import Note
 from ..base.terms import Outcome
 from ..base.units import show_bytes
-from ..formulas.report import PAGED_STATES, pages_states
+from ..formulas.report import PAGED_STATES
 from ..formulas.time.operators import logits_of
 from ..formulas.time.step import mfu, tokens_of
 from ..formulas.time.timing import timing
@@ -30,7 +30,6 @@ from ..specs.images import images_of
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
-from ..specs.stacks import Megatron
 from ..step.batch import with_images
 from ..step.model import pinned_attention, quantization_of
 from ..step.optimizer import check_offload
@@ -55,7 +54,7 @@ from .patching.patches import fake_parameters, held_random_states, tensors_on_ca
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
 from .simulator import EAGER_TOO_LARGE
-from .stacks import SCRIPTS, builder
+from .stacks import builder
 
 EAGER_ON_CPU = Note(
     "simulated-eager",
@@ -176,7 +175,7 @@ def recorded(
 
 def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
     """Raise NotAvailable for a run that is not simulated, without starting it."""
-    if isinstance(run, Training) and (own := stack_of(run)):
+    if isinstance(run, Training) and (own := stack_of(run)).own_program:
         if card is None:
             raise NotAvailable(f"simulate supports stack={own.name!r} on GPUs only; name one")
         builder(spec, run)
@@ -197,9 +196,9 @@ def _take(
         stack.enter_context(torch.random.fork_rng([]))
         if card:
             memory = allocator(card.room(run.world_size))
-            if own and own.expandable_segments:
+            if own.expandable_segments:
                 memory.configure(replace(memory.config, expandable_segments=True))
-            host = RealHost(None) if own and own.name in SCRIPTS else None
+            host = RealHost(None) if own.names_cuda else None
             simulated_card = Card(card, memory, host)
             stack.enter_context(as_cuda(simulated_card, host, run.world_size) if host else installed(simulated_card))
             engine = simulated_card.engine
@@ -210,7 +209,7 @@ def _take(
                 stack.enter_context(patch)
         recording = StepRecording(engine, card, on_phase)
         ranks = None
-        if isinstance(run, Training) and (own or run.world_size > 1) and not host:
+        if isinstance(run, Training) and (own.own_program or run.world_size > 1) and not host:
             ranks = stack.enter_context(fake_ranks(run, engine, recording.labelled, stage))
         stack.enter_context(around_steps(run))
         stack.enter_context(pinned_attention(run))
@@ -250,7 +249,7 @@ def _steps(
         with disable_current_modes():
             inputs = [with_images(torch.zeros(shape, dtype=torch.int64), images) for shape in shapes]
     recording.enter("load")
-    if isinstance(run, Training) and stack_of(run):
+    if isinstance(run, Training) and stack_of(run).own_program:
         where = (stage,) if run.pp > 1 else ()  # asked of stacks that have pipelines
         step = builder(spec, run)(spec, run, engine.device, inputs, recording.recomputing, *where)
     else:
@@ -306,7 +305,7 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
         notes.append(INT8_NOTE)
     if card and quantization_of(run) == "nf4":
         notes.append(NF4_NOTE)
-    if pages_states(run):
+    if stack_of(run).paged(run):
         notes.append(PAGED_STATES)
     return (*notes, *rank_notes(spec, run, card), *notes_of(recording.engine))
 
@@ -322,7 +321,7 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     if card is None or recording.engine.launches:
         return rates
     if isinstance(run, Training):
-        if isinstance(run.stack, Megatron):
+        if stack_of(run).own_kernels:
             return rates  # some functions are compiled, and of Apex's kernels there is only what they allocate
         traced = operators.traced(logits_of(spec, run))
         timed = timing(spec, run, card, traced=traced) if traced else None

@@ -13,8 +13,7 @@ from .generic import attentions
 from .images import images_of
 from .model import ModelSpec
 from .run import Inference, Run, Training, stack_of
-from .stacks import Megatron, Torchtitan, Torchtune
-from .stages import layers_of, stage_layers
+from .stages import layers_of
 
 HALF = {"fp16", "bf16"}
 GPTQ_OUTPUTS = 32  # by which AutoGPTQ's layer counts packed zeros (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py)
@@ -28,7 +27,8 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> Run:
     if not isinstance(run, (Training, Inference)):
         given = f"run={reprlib.repr(run)} is a {type(run).__name__}"
         raise SpecError(f"{given}; give a lab.Training(...) or a lab.Inference(...)")
-    if "attention" in vars(run)["unset"] and not stack_of(run) and run.attention not in attentions(spec.family):
+    given = "attention" not in vars(run)["unset"] or stack_of(run).own_program
+    if not given and run.attention not in attentions(spec.family):
         run = replace(run, attention="eager")
     _check_run(spec, run)
     if gpu is not None:
@@ -38,7 +38,7 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> Run:
 
 @lru_cache(maxsize=256)  # who asks for a run on one card asks for it on others
 def _check_run(spec: ModelSpec, run: Run) -> None:
-    if not stack_of(run) and run.attention not in (known := attentions(spec.family)):
+    if not stack_of(run).own_program and run.attention not in (known := attentions(spec.family)):
         raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use one of "
                         f"{', '.join(known)}")  # fmt: skip
     if run.seq_len > spec.max_positions:
@@ -92,25 +92,11 @@ def _check_card(run: Run, gpu: GPU) -> None:
 
 def _check_training(spec: ModelSpec, run: Training) -> None:
     stack = stack_of(run)
-    if stack and spec.family not in stack.families:
+    if stack.families and spec.family not in stack.families:
         known = ", ".join(stack.families)
         raise SpecError(f"stack={stack.name!r} supports {known} here, not {spec.family}; give another stack")
-    if isinstance(stack, Torchtitan) and spec.family.startswith("qwen3") and run.pp > 1:
-        raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline for qwen3 "
-                        "(models/qwen3/__init__.py, pipelining_fn); give pp=1, or another stack")  # fmt: skip
-    if isinstance(stack, Torchtitan) and spec.family == "llama" and spec.query_width != spec.hidden:
-        raise SpecError(f"head_dim={spec.head_dim} with {spec.name}: torchtitan's Llama computes the head size as "
-                        f"hidden / heads = {spec.hidden // spec.heads} (models/llama3/model/model.py, Attention); give "
-                        "another stack")  # fmt: skip
-    if isinstance(stack, Torchtune):
-        stack.check_model(spec, run)
-    if isinstance(stack, Torchtitan) and spec.kv_heads % run.tp:
-        raise SpecError(f"tp={run.tp} with {spec.name}: torchtitan gives each rank whole key/value heads, and the "
-                        f"model has {spec.kv_heads} (models/llama3/model/model.py, Attention); give a tp that divides "
-                        "them, or another stack")  # fmt: skip
-    if isinstance(stack, Megatron):
-        stack.check_model(spec, run, stage_layers(spec.layers, run.pp, spec.name))
-    elif stack and spec.tied and not stack.ties_heads:
+    stack.check_model(spec, run, layers_of(spec, run))
+    if spec.tied and not stack.ties_heads:
         tied = f"{spec.name} ties its head to the embedding"
         raise SpecError(f"{tied}, which stack={stack.name!r} does not support here; give another stack")
     if run.lora and spec.has_formulas:  # of other families only the real class knows the names

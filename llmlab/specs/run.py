@@ -41,7 +41,7 @@ from ..base.terms import (
     Weights,
 )
 from .fields import MOST, ChoiceSpec
-from .stacks import TRANSFORMERS, DeepSpeed, StackOptions, check_stack, resolved, stack_from_dict
+from .stacks import TRANSFORMERS, StackOptions, check_stack, options_of, resolved, stack_from_dict
 
 if TYPE_CHECKING:
     from ..engines.readers import Settings
@@ -184,7 +184,7 @@ class Training(ChoiceSpec):
             )
         # Engines offload what ZeRO holds, on one GPU too; DeepSpeed runs its stages on one without.
         alone = self.dp * self.cp == 1 and not self.offload
-        if self.zero and alone and not isinstance(self.stack, DeepSpeed):
+        if self.zero and alone and not stack_of(self).own_zero:
             raise SpecError(f"zero={self.zero} needs at least two data-parallel ranks, but dp=1; give dp >= 2 or "
                             "zero=0")  # fmt: skip
         if self.dp % self.ep:
@@ -229,8 +229,8 @@ class Training(ChoiceSpec):
         given = f"images={self.images}" if self.images else f"num_labels={self.num_labels}"
         if not self.images and self.num_labels is None:
             return
-        if isinstance(self.stack, StackOptions):
-            raise SpecError(f"{given} with stack={self.stack.name!r}, which trains language models of text here; "
+        if (stack := stack_of(self)).own_program:
+            raise SpecError(f"{given} with stack={stack.name!r}, which trains language models of text here; "
                             "leave out one of them")  # fmt: skip
         if self.images and self.num_labels is not None:
             raise SpecError(f"{given} with num_labels={self.num_labels}: a classifier is trained on text here; leave "
@@ -243,13 +243,13 @@ class Training(ChoiceSpec):
 
     def _adapters(self, lora: LoRA) -> LoRA:
         """Return `lora` with the stack's dtype of adapters unless one was given; SpecError if the stack lacks that."""
-        half = self.stack if isinstance(self.stack, StackOptions) and self.stack.half_adapters else None
+        stack = stack_of(self)
         if "autocast_adapter_dtype" in vars(lora)["unset"]:
             lora = copy(lora)
-            object.__setattr__(lora, "autocast_adapter_dtype", half is None)
-        elif half and lora.autocast_adapter_dtype:
-            raise SpecError(f"autocast_adapter_dtype=True with stack={half.name!r}, which trains adapters in the dtype "
-                            "of the frozen weights; give False, or another stack")  # fmt: skip
+            object.__setattr__(lora, "autocast_adapter_dtype", not stack.half_adapters)
+        elif stack.half_adapters and lora.autocast_adapter_dtype:
+            raise SpecError(f"autocast_adapter_dtype=True with stack={stack.name!r}, which trains adapters in the "
+                            "dtype of the frozen weights; give False, or another stack")  # fmt: skip
         return lora
 
     def _check_schedule(self) -> None:
@@ -283,7 +283,7 @@ class Training(ChoiceSpec):
     @property
     def fp8_recipe(self) -> str | None:
         """The recipe of fp8 products: torchao's, or that of Transformer Engine, an option of its stack."""
-        return self.fp8 or getattr(self.stack, "fp8_recipe", None)
+        return self.fp8 or stack_of(self).fp8_recipe
 
     def _check_fp8(self) -> None:
         given = f"fp8={self.fp8!r}"
@@ -338,7 +338,7 @@ class Training(ChoiceSpec):
     def differences(self) -> dict[str, Any]:
         """Return the fields whose value differs from the default, or from what the stack would set."""
         values = self.values()
-        own = self.stack.sets(values) if isinstance(self.stack, StackOptions) else {}
+        own = stack_of(self).sets(values)
         names = {*super().differences(), *(name for name, value in own.items() if value != values[name])}
         return {name: value for name, value in values.items() if name in names}
 
@@ -346,7 +346,7 @@ class Training(ChoiceSpec):
         """Return the fields as JSON-ready values; without `stack` where that is transformers."""
         data = super().to_dict()
         del data["stack"]
-        return {**data, "stack": self.stack.to_dict()} if isinstance(self.stack, StackOptions) else data
+        return data if self.stack == TRANSFORMERS else {**data, "stack": stack_of(self).to_dict()}
 
     @property
     def compute_dtype(self) -> str:
@@ -361,7 +361,7 @@ class Training(ChoiceSpec):
     @property
     def fp8_param_gather(self) -> bool:
         """Whether Transformer Engine's fp8 weights are the parameters, and there are no half ones of them."""
-        return getattr(self.stack, "fp8_param_gather", False)
+        return stack_of(self).fp8_param_gather
 
     @property
     def gathers_float8(self) -> bool:
@@ -371,7 +371,7 @@ class Training(ChoiceSpec):
         (megatron/core/distributed/param_and_grad_buffer.py)."""
         if self.fp8_param_gather:
             return self.fp8_recipe != "mxfp8"
-        asked = getattr(self.stack, "enable_fsdp_float8_all_gather", True)
+        asked = stack_of(self).enable_fsdp_float8_all_gather
         return self.fp8 == "tensorwise" and self.zero >= 2 and self.dp_shard > 1 and asked
 
     @property
@@ -482,9 +482,9 @@ class Inference(ChoiceSpec):
 Run = Training | Inference
 
 
-def stack_of(run: Run) -> StackOptions | None:
-    """Return the options of the stack that trains; None for transformers, and for a generation."""
-    return run.stack if isinstance(run, Training) and isinstance(run.stack, StackOptions) else None
+def stack_of(run: Run) -> StackOptions:
+    """Return the stack that trains, with the facts of its code; transformers, which generates too, has no options."""
+    return options_of(run.stack if isinstance(run, Training) else TRANSFORMERS)
 
 
 def run_from_dict(kind: str, data: dict[str, Any]) -> Run:

@@ -14,7 +14,6 @@ from functools import lru_cache
 from ..base.errors import SpecError
 from .model import ModelSpec
 from .run import Training, stack_of
-from .stacks import Nanotron
 
 
 @lru_cache(1024)  # an estimate asks for the same a dozen times
@@ -41,8 +40,7 @@ def chunks_of(spec: ModelSpec, run: Training, stage: int) -> tuple[int, ...]:
     >>> chunks_of(model("meta-llama/Llama-3.1-8B"), run, 3)
     (4, 3)
     """
-    stack = stack_of(run)
-    if stack is None or not stack.counts_ends or run.pp == 1:
+    if not stack_of(run).counts_ends or run.pp == 1:
         return (layers_of(spec, run)[stage] // run.virtual_stages,) * run.virtual_stages
     return _counts(spec.layers, run.pp * run.virtual_stages, ends=True)[stage :: run.pp]
 
@@ -56,13 +54,12 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     (8, 9, 8, 7)
     """
     stack = stack_of(run)
-    if isinstance(stack, Nanotron):
-        # The last one may have the head alone.
-        if min((counts := stack.layers_of(spec, run.pp))[:-1], default=1) < 1:
+    if counts := stack.layers_of(spec, run.pp):
+        if min(counts[:-1], default=1) < 1:  # the last one may have the head alone
             raise SpecError(f"pp={run.pp} leaves a stage of {spec.name} without any of its {spec.layers} layers, "
-                            "because nanotron splits them by their cost; give a smaller pp")  # fmt: skip
+                            f"because {stack.name} splits them by their cost; give a smaller pp")  # fmt: skip
         return counts
-    if stack is None or not stack.counts_ends or run.pp == 1:
+    if not stack.counts_ends or run.pp == 1:
         return stage_layers(spec.layers, run.pp, spec.name)
     counts = tuple(sum(chunks_of(spec, run, rank)) for rank in range(run.pp))
     return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # which raises

@@ -218,7 +218,7 @@ def local(tensor: Tensor) -> Tensor:
 def around_steps(run: Run) -> AbstractContextManager:
     """Return the context in which steps run: with tp, the loss of logits that are cut by vocabulary. Another stack has
     its own."""
-    if getattr(run, "tp", 1) == 1 or stack_of(run):
+    if getattr(run, "tp", 1) == 1 or stack_of(run).own_program:
         return nullcontext()
     from torch.distributed.tensor.parallel import loss_parallel
 

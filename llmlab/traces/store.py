@@ -15,8 +15,7 @@ from ..base.files import write_whole
 from ..base.version import __version__
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
-from ..specs.run import Run, Training
-from ..specs.stacks import TRANSFORMERS
+from ..specs.run import Run, Training, stack_of
 from .points import range_of
 from .trace import Trace
 
@@ -33,7 +32,7 @@ def has_trace(run: Run) -> TypeGuard[Training]:
     A rank of a pipeline has few layers, and one of ZeRO-1 the states of those that its optimizer deals out by size:
     neither is linear in a model's depth.
     """
-    if not isinstance(run, Training) or run.stack != TRANSFORMERS or run.pp > 1 or run.zero == 1:
+    if not isinstance(run, Training) or stack_of(run).own_program or run.pp > 1 or run.zero == 1:
         return False
     return not (run.offload or run.compile or run.fp8)
 

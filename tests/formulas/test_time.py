@@ -16,14 +16,10 @@ from llmlab.formulas.time.efficiency import efficiencies, efficiency
 from llmlab.formulas.time.elementwise import accumulated, moved
 from llmlab.formulas.time.host import (
     CHECKPOINT,
-    CLEARED,
     DTENSOR,
     FSDP2,
     HERE,
-    JOINED,
-    MASTERED,
     MEGATRON_ENDS,
-    STEPPED,
     hook_spread,
     host_seconds,
     operators,
@@ -33,6 +29,8 @@ from llmlab.formulas.time.host import (
 )
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.products import products
+from llmlab.formulas.time.stacks.deepspeed import JOINED
+from llmlab.formulas.time.stacks.megatron import CLEARED, MASTERED, STEPPED
 from llmlab.formulas.time.step import (
     Traced,
     attention_seconds,

@@ -32,7 +32,7 @@ def everything(question, where):
         for share in shares(question, where, shape["dp"]):
             try:
                 run = lab.Training(**{**shape, **share})
-                if question.stack == "transformers":
+                if not question.stack.own_program:
                     program(question.spec, run)
                 report, fit = assessed(question.spec, run, where.card, where.cluster)
             except SpecError:

@@ -8,7 +8,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.formulas.report import PAGED_STATES
-from llmlab.specs.run import run_from_dict
+from llmlab.specs.run import run_from_dict, stack_of
 from llmlab.specs.stacks import STACKS
 from llmlab.specs.stages import layers_of
 
@@ -124,6 +124,21 @@ def test_options_as_text_are_those_of_the_class():
 def test_transformers_is_the_default_and_changes_nothing():
     assert lab.Training(stack="transformers") == lab.Training()
     assert "stack" not in lab.Training().to_dict()
+
+
+def test_transformers_is_a_stack_without_options_for_whoever_asks_for_facts():
+    run = lab.Training(zero=3, dp=2)
+    assert run.stack == "transformers" == stack_of(run).name and repr(run) == "Training(zero=3, dp=2)"
+    assert stack_of(run) == stack_of(lab.Inference()) and not stack_of(run).values() and not stack_of(run).own_program
+    assert stack_of(TITAN) is TITAN.stack and TITAN.stack.own_model and not stack_of(run).own_model
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_an_option_has_no_value_but_those_of_its_type(name):
+    options = {f.name: f.type for f in dataclasses.fields(STACKS[name])}
+    for option in (option for option, kind in options.items() if "bool" in kind or kind[0].isupper()):
+        with pytest.raises(lab.SpecError, match=f"^{option}='nothing' is not one of"):
+            STACKS[name](**{option: "nothing"})
 
 
 @pytest.mark.parametrize("run", [TITAN, lab.Training(dp=8, stack=lab.Torchtitan(ac="none"))])

@@ -13,8 +13,7 @@ GPT-2 GELU are written as several operators, each of which keeps tensors of its 
 from __future__ import annotations
 
 from ...specs.parameters import Linear
-from ...specs.run import Training
-from ...specs.stacks import Torchtitan
+from ...specs.run import Training, stack_of
 from .fsdp import uses_fsdp
 from .scores import kept_scores
 from .share import Share, adapted, adapter_bytes, by_bitsandbytes
@@ -311,8 +310,8 @@ def checkpointed(share: Share) -> dict[str, int]:
     if block := block_of(share):
         if run.checkpointing == "full":
             return kept
-        if isinstance(run.stack, Torchtitan) and run.stack.ac == "selective_layers":
-            return _some_layers(share, kept, run.stack.every)
+        if every := stack_of(run).recomputes_one_in:
+            return _some_layers(share, kept, every)
         return kept | per_device(saved(block.selective, share), run)
     if inputs := int8_inputs(share):
         kept["int8 inputs"] = inputs

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
-from ...specs.run import Training
 from ...specs.stacks import DeepSpeed
 from .moments import Moment, StepMemory
 from .share import Share
@@ -28,7 +27,7 @@ class DeepSpeedMemory(StepMemory):
     def __init__(self, share: Share) -> None:
         super().__init__(_as_if_kept(share))
         spec, run = share.spec, share.run
-        self.stack, self.stage = _options(run), run.zero
+        self.stack, self.stage = DeepSpeed.of(run), run.zero
         self.sizes = sizes = tensors(spec)
         self.parameters, self.largest = sum(sizes), max(sizes)
         self.part = -(-self.parameters // run.dp) if self.stage else self.parameters  # elements that this rank updates
@@ -296,8 +295,3 @@ def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
         inside.append((end - size, end))
         elements += size
     return found
-
-
-def _options(run: Training) -> DeepSpeed:
-    assert isinstance(run.stack, DeepSpeed)
-    return run.stack

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
-from ...specs.stacks import DeepSpeed, LitGPT, Torchtitan, Torchtune
 from ...specs.stages import layers_of
 from .float8 import gathered_less
 from .precision import Bytes
@@ -65,12 +64,12 @@ NONE = Units()
 
 def uses_fsdp(run: Training) -> bool:
     """Return whether FSDP2 is what shards: zero=2 or 3 that offloads nothing, unless DeepSpeed trains."""
-    return run.zero >= 2 and not run.offload and not isinstance(run.stack, DeepSpeed)
+    return run.zero >= 2 and not run.offload and not stack_of(run).own_zero
 
 
 def is_flat(run: Training) -> bool:
     """Whether it is FSDP1 that shards `run`: of each unit one flat parameter, whose gradients autograd joins."""
-    return isinstance(run.stack, LitGPT) and uses_fsdp(run) and run.lora is None
+    return stack_of(run).flat_parameters and uses_fsdp(run) and run.lora is None
 
 
 def waits(run: Training) -> bool:
@@ -86,7 +85,7 @@ def reduced_bytes(run: Training, b: Bytes) -> int:
 def own_unit(run: Training) -> bool:
     """Return whether a block's experts are a unit within the block's (torchtitan/models/llama4/infra/parallelize.py,
     apply_fsdp): those of expert parallelism, which is told to gather one block and its experts ahead in forward too."""
-    return isinstance(run.stack, Torchtitan) and run.ep > 1
+    return stack_of(run).own_experts and run.ep > 1
 
 
 def own_ranks(run: Training) -> int:
@@ -132,20 +131,16 @@ def units(
         own = padded = own - counts["experts"] / layers
     stays = run.zero == 2
     stack = stack_of(run)
-    own_head = stack is not None and stack.own_head(run) and not spec.tied
+    own_head = stack.own_head(run) and not spec.tied
     head = outside * counts["head"] // max(1, counts["embedding"] + counts["head"]) if own_head else 0
     of_head = counts["head"] if own_head else 0
     outside, around = outside - head, around - of_head
     resident = (0 if own_head and not stays else outside) + (layers * (block + own_experts) if stays else 0)
     at_loss = None
-    if stack and head:
+    if head:
         at_loss = resident + (head if stack.keeps_head else 0)
-    elif isinstance(stack, LitGPT):
-        at_loss = resident  # the loss is none of the model's, and the head's gradients gather the last block again
-    elif isinstance(stack, Torchtune):
-        # fully_shard of the whole model is told to reshard it too (training/_distributed.py, shard_model), and as it
-        # returns the last all-gather's output is gone.
-        at_loss = resident * stays
+    elif stack.loss_after_model:  # as the model returns the last all-gather's output is gone
+        at_loss = resident * (stays or not stack.reshards_model)
     return Units(
         block=block,
         experts=own_experts,

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from ...base.terms import ROWS_PER_PARTIAL, SORTS_ABOVE
 from ...specs.run import stack_of
-from ...specs.stacks import Nanotron, StackOptions, Torchtitan
 from ...specs.stages import chunks_of, layers_of
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .share import Share
@@ -37,17 +36,17 @@ class Gradients(NamedTuple):
 
 def gradients(share: Share, states: States) -> Gradients:
     """Return the gradients of a rank with these states."""
-    spec, run, b, sharded = share.spec, share.run, share.bytes, uses_fsdp(share.run)
+    spec, run, b, sharded, stack = share.spec, share.run, share.bytes, uses_fsdp(share.run), stack_of(share.run)
     elements = 0 if run.lora else spec.vocab * spec.hidden
     table = elements * b.gradients // run.tp  # the head's gradient, the embedding's, or that of both
     tied = spec.tied and share.first and share.last
     # torch/distributed/tensor/_ops/_embedding_ops.py: of an embedding cut by rows each rank makes the whole gradient.
     # FSDP2 cuts it before it reduces, the sum of a tied weight before it is stored; else it stays until the update.
-    dtensor = run.tp > 1 and not isinstance(run.stack, Nanotron)
+    dtensor = run.tp > 1 and stack.dtensors
     whole_table = elements * b.gradients if dtensor and share.first else 0
     uncut = 0 if sharded or tied else whole_table
     every = 4 * states.trained if sharded and b.master else states.gradients
-    if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
+    if in_backward := stack.steps_in_backward(run):
         every = 0
     units, late = states.units, waits(run) and sharded
     reduced = reduced_bytes(run, b)
@@ -105,7 +104,7 @@ def gradients(share: Share, states: States) -> Gradients:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:
         embedding = (whole_table or table) if accumulates and share.first else 0
-    if share.first and isinstance(run.stack, Torchtitan):
+    if share.first and stack.counts_rows:
         sums = embedding_sums(share)
         embedding = max(embedding, (whole_table or table) + tied * table + sums) if sharded else embedding + sums
     # The head's is added to an earlier one at once, but where it is to be summed with another before, or reduced.
@@ -140,8 +139,7 @@ def embedding_sums(share: Share) -> int:
 def wide_bytes(share: Share, states: States) -> int:
     """Return the bytes of fp32 gradients that half ones are added to as soon as a micro-batch's backward is over, from
     the first step on; 0 where they are summed in half."""
-    stack = stack_of(share.run)
-    return 4 * states.gradients // share.bytes.gradients if stack and stack.sums_in_fp32 else 0
+    return 4 * states.gradients // share.bytes.gradients if stack_of(share.run).sums_in_fp32 else 0
 
 
 def _stored(share: Share, states: States, every: int) -> Stored:
@@ -219,7 +217,6 @@ def bucket_bytes(share: Share, states: States) -> int:
     """Return the buckets that torch's DDP copies gradients into: as many bytes, from its construction on
     (gradient_as_bucket_view=False). With ZeRO 1 and a master copy it is DeepSpeed, Megatron-LM or nanotron, which have
     none; nanotron's are DDP's where it sums in half (src/nanotron/trainer.py, make_ddp)."""
-    run, stack = share.run, share.run.stack
-    in_half = isinstance(stack, Nanotron) and not stack.sums_in_fp32
-    ddp = run.zero == 0 or (run.zero == 1 and (not share.bytes.master or in_half))
+    run = share.run
+    ddp = run.zero == 0 or (run.zero == 1 and (not share.bytes.master or stack_of(run).keeps_ddp))
     return states.gradients if run.dp > 1 and ddp else 0

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from math import inf
 
-from ...specs.run import Training
 from ...specs.stacks import Megatron
 from ...specs.stages import layers_of
 from .float8 import weights_in_fp8
@@ -40,7 +39,7 @@ class MegatronMemory:
 
     def __init__(self, share: Share) -> None:
         spec, run, gpu = share.spec, share.run, share.gpu
-        self.share, self.stack = share, _options(run)
+        self.share, self.stack = share, Megatron.of(run)
         stack = self.stack
         padding = stack.make_vocab_size_divisible_by * run.tp
         self.vocab = -(-spec.vocab // padding) * padding // run.tp  # of one rank
@@ -256,11 +255,6 @@ class MegatronMemory:
         if not fused_softmax(share):
             element = 3 * FP32 - HALF - (share.spec.attention_dropout > 0)
         return score_elements(share) * element // share.run.tp
-
-
-def _options(run: Training) -> Megatron:
-    assert isinstance(run.stack, Megatron)
-    return run.stack
 
 
 def _states(stack: Megatron) -> tuple[int, int]:

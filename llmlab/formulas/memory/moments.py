@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
-from ...specs.run import Training
-from ...specs.stacks import LitGPT, StackOptions, Torchtitan, Torchtune
+from ...specs.run import Training, stack_of
 from ...specs.stages import chunks_of
 from .activations import (
     block_inputs,
@@ -87,7 +86,7 @@ class StepMemory:
     unless it says otherwise."""
 
     def __init__(self, share: Share) -> None:
-        spec, run, gpu = share.spec, share.run, share.gpu
+        spec, run, gpu, stack = share.spec, share.run, share.gpu, stack_of(share.run)
         self.share, self.layers, self.sharded = share, share.layers, uses_fsdp(run)
         self.states = states(spec, run, share.stage)
         self.gradients = gradients(share, self.states)
@@ -123,7 +122,7 @@ class StepMemory:
         whole = per_device(block_saved(share), run)
         kept = checkpointed(share) if run.checkpointing else whole
         # What torchtune offloads is on the card while the block computes that made or takes it.
-        host = isinstance(run.stack, Torchtune) and run.stack.enable_activation_offloading
+        host = stack.enable_activation_offloading
         held = 1 if host else share.layers
         blocks = layers_in_flight(run, share.stage, held, share.over)  # of all micro-batches
         of_chunk = held // run.virtual_stages
@@ -133,8 +132,7 @@ class StepMemory:
             blocks, of_chunk = sum(map(mul, flying, chunks)), chunks[share.chunk]
         self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
         # Where one of `every` blocks is recomputed, counted through a rank's virtual stages, these keep others.
-        stack, inputs = run.stack, block_inputs(share)
-        every = stack.every if isinstance(stack, Torchtitan) and stack.ac == "selective_layers" else 0
+        every, inputs = stack.recomputes_one_in, block_inputs(share)
         if every and share.chunk is not None:
             ends = [sum(chunks[:number]) // every for number in range(len(chunks) + 1)]
             again = sum(number * (end - start) for number, start, end in zip(flying, ends, ends[1:], strict=False))
@@ -178,7 +176,7 @@ class StepMemory:
         of_linear = 0 if by_bitsandbytes(run) else share.bytes.compute if run.quantization else element
         self.block_cast = of_linear * spec.block_linear_elements // spec.layers // run.tp
         # w2's is gone as soon as its input has a gradient.
-        read = isinstance(run.stack, Torchtitan) and not run.compile
+        read = stack.own_model and not run.compile
         down = sum(linear.elements for linear in spec.block_linears if linear.name == "down_proj") // spec.layers
         self.read_cast = element * down // run.tp if read else 0
         adapters = element * self.states.trained if run.lora else 0
@@ -189,18 +187,17 @@ class StepMemory:
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
         # Temporaries in a block's forward: attention's or the MLP's, or what its description says.
         self.in_forward = max(forward_scores(share) - behind_scores(share), forward_mlp(share)) + forward_height(share)
-        # Temporaries anywhere between first and last block; torchtune's description says when a weight is dequantized,
-        # and so does mlp.py.
+        # Temporaries anywhere between first and last block; descriptions say when a weight is dequantized, and so does
+        # mlp.py.
         self.around_loss = causal_mask(share)
-        said = isinstance(run.stack, Torchtune) or (block is None and mlp_of(share))
-        self.between = self.around_loss + (0 if said else dequantized(share))
+        self.between = self.around_loss + (0 if block or mlp_of(share) else dequantized(share))
         self.working = self.backward.temporaries + self.between
         self.last_working = self.working - self.backward.temporaries + self.last_backward.temporaries
         # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them. In a
         # pipeline both lie in buffers: what a stage received, for as long as it runs, and the gradient of what it sent.
         self.replaced = outer_activations(share) if block else norm_replaced(share)
         self.ends = 0  # what the stage received and sent, and others' outside, when its first block's backward begins
-        if isinstance(run.stack, Torchtitan) and run.pp > 1:
+        if stack.torch_stages and run.pp > 1:
             self.replaced += (not share.first) * between_stages(share)
             self.ends = self.outside - (self.replaced if share.last else 0)
         # What torchtune brought back stays until the node of backward is over that brings back the next
@@ -211,7 +208,7 @@ class StepMemory:
             self.last_block += self.block if share.layers > 1 else 0
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
-        through_peft = run.lora and run.checkpointing and not isinstance(run.stack, (LitGPT, Torchtune))
+        through_peft = run.lora and run.checkpointing and not stack.own_model
         leaf = 2 * run.tokens * spec.hidden * share.bytes.residual if through_peft else 0
         # A loop's variable has the last loss, and its graph int8 linears' contexts, until the next micro-batch's is
         # there, or the step is over; with it the leaf.
@@ -230,7 +227,7 @@ class StepMemory:
             loaded["weights"] = 4 * self.states.trained + self.of_weights
         share = self.share
         # What variables of torch's schedule held is gone as it returns.
-        returned = share.run.pp > 1 and isinstance(share.run.stack, Torchtitan)
+        returned = share.run.pp > 1 and stack_of(share.run).torch_stages
         update = {"logits": 0 if returned else self.loss.after, "gradients": self.gradients.update}
         chunks, number = chunks_of(share.spec, share.run, share.stage), share.run.virtual_stages
         if share.chunk is None and (len(set(chunks)) > 1 or (number > 1 and self.sharded)):
@@ -264,7 +261,7 @@ class StepMemory:
         """Return what the allocator gives beyond the states' sizes. The first update makes them in what the step before
         it left free, as many as there is room for; where they are made in backward, there is little."""
         run, states = self.share.run, 2 * self.share.bytes.states * self.states.trained
-        if not self.apart or (isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)):
+        if not self.apart or stack_of(run).steps_in_backward(run):
             return self.apart
         *step, update = (moment.total for moment in found)
         free = max(step) - (update - self.update)
@@ -402,8 +399,7 @@ class StepMemory:
                 now = moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                              gradients=grads.accumulated + head_shard, activations=self.activations)  # fmt: skip
             found.append(now)
-        elif units.at_loss == 0 or (self.share.run.zero == 3 and isinstance(self.share.run.stack, str)):
-            # fully_shard of the whole model frees it after forward; torchtune alone computes the loss after that.
+        elif self.share.run.zero == 3 and stack_of(self.share.run).reshards_model:
             logits = self.loss.head if units.at_loss == 0 else self.loss.waiting
             found.append(moment("embedding and head gathered again", 2 * units.outside, logits=logits,
                                 gradients=grads.accumulated,

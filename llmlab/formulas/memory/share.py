@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
-from ...specs.run import Inference, Run, Training
-from ...specs.stacks import DeepSpeed, LitGPT, Megatron, StackOptions, Torchtitan, Torchtune
+from ...specs.run import Inference, Run, Training, stack_of
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
@@ -55,9 +54,7 @@ class Share:
     @property
     def recomputes_last(self) -> bool:
         """Whether the rank's last block is recomputed: torchtitan can recompute one of `every` alone."""
-        stack = self.run.stack
-        every = stack.every if isinstance(stack, Torchtitan) and stack.ac == "selective_layers" else 1
-        return self.run.checkpointing is not None and self.layers % every == 0
+        return self.run.checkpointing is not None and self.layers % (stack_of(self.run).recomputes_one_in or 1) == 0
 
     @property
     def compiled(self) -> bool:
@@ -157,7 +154,7 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
 
 def _compiled(spec: ModelSpec, run: Training) -> bool:
     plain = run.quantization is None and not spec.experts and not spec.mla
-    return run.compile and plain and isinstance(run.stack, str)
+    return run.compile and plain and not stack_of(run).own_program
 
 
 def by_bitsandbytes(run: Training) -> bool:
@@ -186,8 +183,7 @@ def adapter_bytes(run: Training) -> int:
 
 
 def _half_adapters(run: Training) -> bool:
-    own = isinstance(run.stack, (LitGPT, Megatron, Torchtune))
-    return own or (run.lora is not None and not run.lora.autocast_adapter_dtype)
+    return stack_of(run).half_adapters or (run.lora is not None and not run.lora.autocast_adapter_dtype)
 
 
 def adapted(spec: ModelSpec, run: Training) -> list[Linear]:
@@ -215,8 +211,8 @@ def attention_kernel(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool = Fal
     in_fp32 = run.weights == "fp32" if isinstance(run, Inference) else bytes_of(run).compute == 4
     if gpu is None or (gpu.supports_flash_attention_2 and not in_fp32):
         return "flash"
-    if in_fp32 and isinstance(run, Training) and isinstance(run.stack, Torchtitan):
-        return "math"  # of torch's kernels it allows cuDNN's, FlashAttention and this (torchtitan/models/attention.py)
+    if in_fp32 and stack_of(run).lists_kernels:
+        return "math"
     return "math" if spec.kv_heads != spec.heads and unmasked_layers(spec, run) else "efficient"
 
 
@@ -230,8 +226,7 @@ def masked_layers(spec: ModelSpec, run: Training) -> int:
     """Return in how many layers transformers gives SDPA a mask, where it is causal for others: where a sliding window
     is shorter than the sequence, and in all of a compiled step, which is traced (masking_utils.py,
     _ignore_causal_mask_sdpa), whichever of its kernels it is pinned to."""
-    own_model = isinstance(run.stack, StackOptions) and not isinstance(run.stack, DeepSpeed)
-    if own_model or run.attention not in ("sdpa", "efficient"):
+    if stack_of(run).own_model or run.attention not in ("sdpa", "efficient"):
         return 0
     return spec.layers if run.compile else _windows(spec, run)
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Training, stack_of
-from ...specs.stacks import DeepSpeed, Megatron, Nanotron, Torchtune
 from ...specs.stages import layers_of
 from .. import gptq, newton_schulz
 from .fsdp import NONE, Parts, Units, is_flat, sharded_experts, units, uses_fsdp
@@ -81,7 +80,7 @@ def _weights(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -
 def _format(run: Training) -> str:
     """Return the format of quantized weights: torchao's NF4Tensor quantizes its scales too."""
     assert run.quantization is not None
-    return "nf4-double" if isinstance(run.stack, Torchtune) else run.quantization
+    return "nf4-double" if stack_of(run).torchao_nf4 else run.quantization
 
 
 def _shard(spec: ModelSpec, run: Training, whole: Parts, zero: int) -> int:
@@ -138,10 +137,10 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
         elif run.optimizer == "muon":
             factored = newton_schulz.elements(spec, layers_of(spec, run)[stage])
         optimizer = master * stepped + state_bytes(run.optimizer, state, stepped, factored)
-        if isinstance(run.stack, Torchtune) and run.stack.paged(run):
+        if stack_of(run).paged(run):
             optimizer -= 2 * stepped  # all but the scales lies outside of PyTorch's allocator
     resident = _shard(spec, run, weights, zero) if zero == 3 else weights.total
-    gathers = zero >= 2 and not isinstance(run.stack, DeepSpeed)  # whose step counts what it gathers
+    gathers = zero >= 2 and not stack_of(run).own_zero  # whose step counts what it gathers
     return States(
         weights=0 if run.offload == "optimizer+parameters" else resident,
         gradients=gradient * with_gradients,
@@ -163,8 +162,8 @@ def kept_weights(run: Training, held: States) -> int:
 def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
     """Return what the allocator gives a rank beyond the sizes of tensors that stay, where each has a place of its own:
     of weights, in FSDP2's mixed precision the fp32 ones, and of AdamW's two states. Experts are not counted."""
-    stack, b, sharded = stack_of(run), PRECISION[run.precision], uses_fsdp(run)
-    if isinstance(stack, (DeepSpeed, Megatron, Nanotron)) or is_flat(run) or (stack and stack.expandable_segments):
+    b, sharded = PRECISION[run.precision], uses_fsdp(run)
+    if is_flat(run) or stack_of(run).expandable_segments:
         return 0, 0  # one buffer has all tensors, or segments have no ends
     if (b.master and not sharded) or run.offload == "optimizer+parameters":
         return 0, 0  # the optimizer has buffers of its own, or the host has the weights

@@ -13,5 +13,4 @@ OWN: dict[str, type[StepMemory] | type[MegatronMemory]] = {"deepspeed": DeepSpee
 
 def step_memory(share: Share) -> StepMemory | MegatronMemory:
     """Return the bytes and moments of a rank's step: DeepSpeed has buffers of its own, Megatron-LM a schedule too."""
-    stack = stack_of(share.run)
-    return OWN.get(stack.name, StepMemory)(share) if stack else StepMemory(share)
+    return OWN.get(stack_of(share.run).name, StepMemory)(share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
-from ...specs.stacks import StackOptions, Torchtitan, Torchtune
+from ...specs.run import stack_of
 from .. import gptq, newton_schulz
 from .activations import FUSED, adapters_stream, int8_inputs, mlp_saved, per_device
 from .fsdp import reduced_bytes, uses_fsdp, waits
@@ -14,7 +14,6 @@ from .scores import backward_scores, score_elements
 from .share import Share, adapted, adapter_bytes, unpacked_bytes
 from .stacks.blocks import block_of
 from .stacks.described import EXPERTS, Block, Height, Kept, by_kind, saved
-from .stacks.torchtune import DEQUANTIZING
 from .states import States, expert_tensor
 from .tower import tower_activations
 
@@ -72,7 +71,7 @@ def receive_buffers(share: Share) -> int:
     output's gradient, made in the first step and kept (torch/distributed/pipelining/stage.py,
     _setup_forward_recv_info and _create_grad_recv_info)."""
     run = share.run
-    if run.pp == 1 or not isinstance(run.stack, Torchtitan):
+    if run.pp == 1 or not stack_of(run).torch_stages:
         return 0
     first, last = share.stage == 0, share.stage == run.pp - 1  # of the rank's, whichever runs
     return run.accumulation * (2 * run.virtual_stages - first - last) * between_stages(share)
@@ -82,8 +81,8 @@ def sent_back(share: Share) -> int:
     """Return the bytes of the gradient that a stage of torch's 1F1B sent last, which a variable has until the next is
     sent; the schedule of virtual stages has it until it is sent (torch/distributed/pipelining/schedules.py)."""
     run = share.run
-    titan = isinstance(run.stack, Torchtitan) and run.schedule == "1f1b" and run.virtual_stages == 1
-    return between_stages(share) if titan and share.over and not share.first and run.pp > 1 else 0
+    held = stack_of(run).torch_stages and run.schedule == "1f1b" and run.virtual_stages == 1
+    return between_stages(share) if held and share.over and not share.first and run.pp > 1 else 0
 
 
 def described_bytes(rows: tuple[Kept, ...], share: Share) -> int:
@@ -116,9 +115,8 @@ def loss_bytes(share: Share) -> LossBytes:
         return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
     logits = share.tokens * spec.vocab // share.loss_ranks
     if block := block_of(share):
-        titan = isinstance(run.stack, Torchtitan)
         forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
-        if run.pp == 1 or not titan:
+        if run.pp == 1 or not stack_of(run).torch_stages:
             return LossBytes(forward, gradient, head, after)
         # torch's schedule has the logits in a variable until the next micro-batch's (schedules.py); what autograd keeps
         # is log_softmax's result, or where the loss is compiled the logits again.
@@ -165,7 +163,7 @@ def dequantized(share: Share) -> int:
     takes besides what autograd keeps of a block's (`StepMemory.block_cast`)."""
     if share.run.quantization is None:
         return 0
-    element = DEQUANTIZING if isinstance(share.run.stack, Torchtune) else 2
+    element = 2
     if share.run.quantization == "gptq":
         element = gptq.highest(*unpacked_bytes(share.run)) - share.bytes.compute
     return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
@@ -177,7 +175,7 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], fi
     gradients, of several micro-batches, are added to the earlier ones, except where FSDP2 has only shards of those, or
     sums of another dtype."""
     spec, run = share.spec, share.run
-    in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
+    in_backward = stack_of(run).steps_in_backward(run)  # and gone at once
     # A compiled block's come together, when it is over.
     own = not run.lora and not run.offload and (run.compile or not in_backward)
     added = waits(run) and reduced_bytes(run, share.bytes) == share.bytes.gradients
@@ -341,7 +339,7 @@ def optimizer_temporaries(share: Share, states: States) -> int:
     spec, run = share.spec, share.run
     if run.offload or run.optimizer not in ("adamw", "adafactor", "muon"):
         return 0
-    if isinstance(run.stack, StackOptions) and run.stack.fused_adamw:
+    if stack_of(run).fused_adamw:
         return 0
     element = 4 if run.lora else share.bytes.states
     experts = expert_tensor(spec, run)

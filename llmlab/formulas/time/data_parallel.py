@@ -22,7 +22,6 @@ from typing import NamedTuple
 from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
-from ...specs.stacks import TRANSFORMERS, DeepSpeed, Megatron, Torchtitan
 from ...specs.stages import layers_of
 from ..memory.float8 import gathered_less
 from ..memory.fsdp import uses_fsdp
@@ -31,6 +30,9 @@ from ..memory.share import adapted, adapter_bytes
 from ..memory.states import device_parameters, states
 from .host import hook_modules
 from .kernels import Kernels
+from .stacks import deepspeed
+
+MESSAGES = {"deepspeed": deepspeed.messages}
 
 
 class Communicated(NamedTuple):
@@ -144,7 +146,7 @@ def data_parallel(
     updated = sizes.gradients if run.lora else sizes.weights  # adapters are as wide as their gradients
     buckets = ddp_buckets(spec, run, bucket) if run.zero < 2 else 0
     flat = _communicated(run, replica, updated, hide_forward, hide_backward, buckets)
-    if run.zero != 1 or run.stack != TRANSFORMERS or run.pp > 1:
+    if run.zero != 1 or stack_of(run).own_program or run.pp > 1:
         return flat.contending(group)
     dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, buckets)
     # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
@@ -164,36 +166,11 @@ def _sizes(spec: ModelSpec, run: Training) -> _Sizes:
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
     b = PRECISION[run.precision]
     less = gathered_less(spec, run, b.weights, layers)
-    # torchtitan's mixed_precision_reduce is float32, and Megatron-LM and nanotron sum what they accumulate in fp32 so;
-    # torch's own default is the gradients' dtype.
-    stack = stack_of(run)
-    in_fp32 = stack is not None and (stack.sums_in_fp32 or isinstance(stack, Torchtitan))
-    in_fp32 = in_fp32 and b.master > 0 and not run.lora
-    if isinstance(stack, Megatron):
-        in_fp32 = stack.accumulates_in_fp32(run.compute_dtype)
-    wider = 4 // b.gradients if in_fp32 else 1
-    messages = _messages(spec, run, in_blocks * sum(counts.values()) / layers)
+    wider = 4 // b.gradients if stack_of(run).accumulates_in_fp32(run.compute_dtype) else 1
+    messages = 1, 1, 0.0  # FSDP's units are blocks
+    if run.zero == 3 and (own := MESSAGES.get(stack_of(run).name)):
+        messages = own(run, in_blocks * sum(counts.values()) / layers, round(hook_modules(spec).gathered))
     return _Sizes(whole.weights, less, whole.gradients, wider * whole.gradients, layers, in_blocks, *messages)
-
-
-def _messages(spec: ModelSpec, run: Training, elements: float) -> tuple[int, int, float]:
-    """Return in how many messages a block of so many elements is gathered, and scattered, and the share of it that is
-    gathered once more for backward, after it was computed again: FSDP's units are blocks.
-
-    DeepSpeed's ZeRO-3 gathers the next parameters until they are a prefetch bucket, and keeps those that are used again
-    within its reuse distance (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module and _params_to_release).
-    It scatters what a bucket holds before a gradient that does not fit: a matrix that is larger goes alone, and so do
-    the vectors before it (stage3.py, reduce_independent_p_g_buckets_and_remove_grads).
-    """
-    if not isinstance(run.stack, DeepSpeed) or run.zero != 3:
-        return 1, 1, 0.0
-    options, matrices = run.stack, round(hook_modules(spec).gathered)
-    gathers = min(matrices, ceil(elements / options.stage3_prefetch_bucket_size))
-    alone = elements / matrices > options.reduce_bucket_size
-    scatters = 2 * matrices if alone else ceil(elements / options.reduce_bucket_size)
-    # A matrix is used again after all that follow it in the block, twice.
-    kept = min(1.0, options.stage3_max_reuse_distance / (2 * elements))
-    return gathers, scatters, 1 - kept if run.checkpointing else 0.0
 
 
 @lru_cache(maxsize=256)
@@ -263,7 +240,7 @@ def _communicated(
     sizes = replica.sizes
     if run.zero == 3:
         return _sharded(replica, run, hide_forward, hide_backward)
-    if run.zero == 1 and (stack := stack_of(run)) and stack.sums_in_fp32:
+    if run.zero == 1 and stack_of(run).sums_in_fp32:
         # nanotron sums its buffer at once, when backward is over (optim/gradient_accumulator.py).
         reduced = _reduced(replica, run, hide_backward, 1)
     else:
@@ -274,7 +251,7 @@ def _communicated(
     sent = outside + sizes.layers * block
     # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
     hidden = outside + max(0.0, sizes.layers * block - replica.forward)
-    behind = run.stack.overlap_param_gather if isinstance(run.stack, Megatron) else uses_fsdp(run)
+    behind = stack_of(run).overlap_param_gather or uses_fsdp(run)
     exposed = reduced.exposed + (hidden if hide_forward and behind else sent)
     return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated - sizes.narrower, 0.0, reduced.reduce)
 

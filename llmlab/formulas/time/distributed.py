@@ -32,8 +32,7 @@ from ...hardware.links import Cluster, pcie_rates
 from ...specs.check import check
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
-from ...specs.run import Training
-from ...specs.stacks import DeepSpeed, Megatron
+from ...specs.run import Training, stack_of
 from ...specs.stages import layers_of
 from ..again import attentions_again, module_again, whole_again
 from ..memory.fsdp import uses_fsdp
@@ -174,7 +173,7 @@ def step(
     if known is None:  # else it was checked for that
         check(spec, run, gpu)
     if overlap is None:
-        overlap = _hidden(run)
+        overlap = stack_of(run).overlap(run)
     elif unknown := [each for each in overlap if each not in OVERLAPS]:
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
     if bucket_bytes < 1:
@@ -187,7 +186,7 @@ def step(
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}, so its time is unknown")
     m = run.accumulation
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
-    if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
+    if stack_of(run).tp_comm_overlap:
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
     context = _context(spec, run, cluster, found, block.attention / m)
     if not traced:  # whose passes have it
@@ -195,9 +194,8 @@ def step(
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
     gathered = _logits(spec, run, cluster, found)
     pipeline = _sends(spec, run, cluster, found)
-    behind = isinstance(run.stack, Megatron) and run.stack.hides_sends
     layers, within = layers_of(spec, run), tensor + context + experts
-    if within and not time.launches_wait(run):
+    if within and not stack_of(run).cuda_launch_blocking:
         block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
     alike = {n: _stage(n, block, NOTHING, m) for n in set(layers[:-1])}
@@ -213,7 +211,7 @@ def step(
     copied = 0.0 if traced else data.copied
     scale, lost = training_rates()["scale"], 0.0
     sent = data.exposed + copied + scale["contention"] * data.contended
-    passed = 0.0 if behind else m * pipeline
+    passed = 0.0 if stack_of(run).hides_sends else m * pipeline
     bubble = (sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages
     seconds = m * stages[slowest] + passed + bubble + sent + known.update
     if (nodes := -(-run.world_size // cluster.gpus)) > 1:
@@ -253,17 +251,6 @@ def _stage(layers: int, block: _Layer, head: _Layer, micro_batches: int) -> _Lay
     )
 
 
-def _hidden(run: Training) -> tuple[str, ...]:
-    """Return what the run's stack hides, of `OVERLAPS`."""
-    if isinstance(run.stack, DeepSpeed):
-        asked = run.stack.overlap_comm
-        return ("data",) * (run.zero == 3 if asked is None else asked and run.zero > 0)
-    if not isinstance(run.stack, Megatron):
-        return ("data",)
-    tensor = run.sequence_parallel or run.stack.async_tensor_model_parallel_allreduce
-    return ("data",) * run.stack.overlap_grad_reduce + ("tensor",) * tensor
-
-
 def _stream_bytes(spec: ModelSpec, run: Training) -> float:
     """Return the bytes of a micro-batch's activations between two layers: bsh."""
     return run.tokens / run.cp * spec.hidden * bytes_of(run).compute
@@ -288,7 +275,7 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
     regathers = 2 if run.checkpointing == "selective" and not again and not hidden else 0
     gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
     # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
-    cast = (isinstance(run.stack, Megatron) and run.fp8_recipe) or run.fp8 == "tensorwise"
+    cast = stack_of(run).fp8_recipe or run.fp8 == "tensorwise"
     gathered = size / 2 if cast else size
     gather = found.collective("all-gather", gathered, group)
     scatter = found.collective("reduce-scatter", size, group)
@@ -337,7 +324,8 @@ def _merged(spec: ModelSpec, run: Training, found: Kernels) -> float:
     """Return the seconds per layer and micro-batch in which ranks put together what attention gave step by step."""
     if run.cp == 1:
         return 0.0
-    kind = "megatron" if isinstance(run.stack, Megatron) else "compiled" if run.compile else "eager"
+    own = stack_of(run).name
+    kind = own if own in RING else "compiled" if run.compile else "eager"
     times = 1 + attentions_again(spec, run, fused=True) / spec.layers, 1
     each = sum(
         many * (first + (run.cp - 2) * more) * width

@@ -14,7 +14,6 @@ from ...hardware.gpu import gpu as find_gpu
 from ...specs.model import ModelSpec
 from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training, stack_of
-from ...specs.stacks import Megatron, Nanotron, Torchtitan
 from ..again import module_again, share_again, whole_again
 from ..memory.activations import FUSED
 from ..memory.float8 import converted, takes_either_layout
@@ -22,10 +21,11 @@ from ..memory.fsdp import reduced_bytes, uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.scores import score_elements, softmax_element
 from ..memory.share import Share, adapted, adapter_bytes, by_bitsandbytes, share_of
-from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
 from ..memory.temporaries import loss_chunk
 from .products import is_last, multiplied_wide
+from .stacks import megatron, torchtitan
+from .traffic import Pass, cast, rmsnorm
 
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
@@ -34,11 +34,16 @@ FUSED_LOGITS = 4 * 2
 # rows of no whole 16 bytes by a copy (temporaries.loss_bytes). Of Llama-3.2-1B the loss took an H200 3.8 ms, at its
 # bandwidth 12 bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
 RETURNED_LOGITS, PADDED_LOGITS = 2 * 2, 2
-# Megatron-LM's (tensor_parallel/cross_entropy.py), in forward and in backward, by --cross-entropy-fusion-impl: to fp32,
-# the maximum, minus that, exp, the sum, over that; backward times the gradient, to half. Compiled function by function,
-# the maximum is taken as the copy is made, and exp and the sum as it is subtracted.
-MEGATRON_LOGITS = {None: (6 + 4 + 8 + 8 + 4 + 8, 8 + 6), "native": (6 + 4 + 4 + 4 + 8, 8 + 6),
-                   "te": (FUSED_LOGITS - 2, 2)}  # fmt: skip
+# Of stacks with a loss of their own, in forward and in backward. Megatron-LM's (tensor_parallel/cross_entropy.py), by
+# --cross-entropy-fusion-impl: to fp32, the maximum, minus that, exp, the sum, over that; backward times the gradient,
+# to half. Compiled function by function, the maximum is taken as the copy is made, exp and the sum as it is subtracted.
+OWN_LOGITS: dict[str, dict[str | None, tuple[int, int]]] = {
+    "megatron": {None: (6 + 4 + 8 + 8 + 4 + 8, 8 + 6), "native": (6 + 4 + 4 + 4 + 8, 8 + 6),
+                 "te": (FUSED_LOGITS - 2, 2)},
+}  # fmt: skip
+# What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer
+# Engine's. nanotron's are torchtitan's, but that it copies what it rotates in place: 18 bytes for torchtitan's 20.
+BLOCKS = {"torchtitan": torchtitan.block, "megatron": megatron.block, "nanotron": torchtitan.block}
 
 # From Hopper on a product's kernel stays on its multiprocessor, and some of its warps write a tile while others
 # multiply the next (CUTLASS, media/docs/efficient_gemm.md, warp-specialized persistent ping-pong).
@@ -69,11 +74,11 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 
 @lru_cache(maxsize=1024)
 def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind: bool) -> Moved:
-    share = share_of(spec, run, find_gpu(CARDS[flash]))
+    share, stack = share_of(spec, run, find_gpu(CARDS[flash])), stack_of(run)
     each: float = LOGITS_MOVES * 4
-    if isinstance(run.stack, Megatron):
-        each = sum(MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl])
-    elif (run.compile and getattr(run.stack, "compile_loss", True)) or run.kernels in ("liger", "fused-loss"):
+    if own := OWN_LOGITS.get(stack.name):
+        each = sum(own[stack.cross_entropy_fusion_impl])
+    elif (run.compile and stack.compile_loss) or run.kernels in ("liger", "fused-loss"):
         each = FUSED_LOGITS
         if share.compiled and run.kernels is None:
             each += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
@@ -81,19 +86,14 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     if run.kernels == "liger":
         logits += head_casts(share)
     fused = run.compile or run.kernels == "liger"
-    block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
+    block = (fused_block if fused else BLOCKS.get(stack.name, plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share) + biases(share)
     blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
     turned = 0.0
-    if not fused and type(run.stack) not in STACKS and not spec.learned_positions:
+    if not fused and stack.name not in BLOCKS and not spec.learned_positions:
         _, turn = rotation(share)
         turned = share.tokens / run.tp * (turn.forward * (1 + share_again(spec, run)) + turn.backward)
     return Moved(blocks, run.accumulation * logits, run.accumulation * spec.layers / run.pp * turned)
-
-
-def cast(one: int, other: int) -> int:
-    """Return the bytes that a copy moves per element from one dtype to another; none where they are the same."""
-    return one + other if one != other else 0
 
 
 def weight_casts(share: Share) -> float:
@@ -129,13 +129,6 @@ def head_casts(share: Share) -> float:
         return 0.0
     chunks = -(-share.tokens // loss_chunk(spec, share.tokens))
     return (2 * chunks if run.lora else chunks + 1) * cast(b.weights, b.compute) * spec.vocab * spec.hidden / run.tp
-
-
-class Pass(NamedTuple):
-    """Bytes that a block's operators move forward and backward."""
-
-    forward: float
-    backward: float
 
 
 def plain_block(share: Share) -> float:
@@ -205,12 +198,6 @@ def rotation(share: Share) -> tuple[Pass, Pass]:
     forward = turned * (2 * (m + r) + 3 * m + 3 * r + cast(r, c))
     backward = turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m)
     return Pass(forward, backward), Pass(forward - turned * (m + r), backward)
-
-
-def rmsnorm(b: int, trained: bool) -> Pass:
-    """Return the bytes per element of RMSNorm as transformers writes it out, of elements of `b` bytes."""
-    there_and_back = cast(b, 4) + cast(4, b)
-    return Pass(8 + 4 + 8 + there_and_back + 2 * b, 68 + there_and_back + (6 if trained else 2) * b)
 
 
 def linear_casts(share: Share, linear: Linear) -> float:
@@ -312,12 +299,12 @@ def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
     read and write what is summed, where those that were measured write a half. Without sync_each_batch each rank adds
     whole ones, and FSDP2's policy those in half to sums in fp32, the first cast
     (torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
-    if (stack := stack_of(run)) and stack.sums_in_fp32:
+    if (stack := stack_of(run)).sums_in_fp32:
         whole = states(spec, run, sharded=False).trained
         return (PRECISION[run.precision].gradients + 2 * 4.0) * run.accumulation * whole
-    if isinstance(run.stack, Megatron):
-        summed = 2 * (4 if run.stack.accumulates_in_fp32(run.compute_dtype) else 2)
-        more = 2 + summed if not run.stack.gradient_accumulation_fusion else 0 if behind else summed - 2
+    if stack.own_kernels:
+        summed = 2 * (4 if stack.accumulates_in_fp32(run.compute_dtype) else 2)
+        more = 2 + summed if not stack.gradient_accumulation_fusion else 0 if behind else summed - 2
         return float(more * run.accumulation * states(spec, run, sharded=False).trained)
     if run.accumulation == 1 or (run.zero >= 2 and run.sync_each_batch):
         return 0.0
@@ -456,96 +443,3 @@ def fused_block(share: Share) -> float:
         scores = T * (one.forward * (1 + again) + one.backward)
     scores /= run.tp
     return T * (forward + repeated + backward) + scores
-
-
-# Operator by operator, of the width of the result. transformer/mlp.py: SiLU, the other half and an offset, a product;
-# backward two products, SiLU's, and a copy of both gradients. models/common/embeddings/rope_utils.py: two products, a
-# half of it negated, two copies and a sum; backward all but a copy, and the sum with the zeros of what is not rotated.
-UNFUSED_SWIGLU, UNFUSED_ROTATION = Pass(7, 13), Pass(12, 14)
-
-
-def megatron_block(share: Share) -> float:
-    """Return the bytes that Megatron-LM's kernels move for a micro-batch in a block, forward and backward
-    (megatron-core, transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
-
-        norm            one kernel: reads, writes; backward reads its input and a gradient, writes one
-        sums            bias, dropout and the stream are one (fusions/fused_bias_dropout.py), with a mask; backward of
-                        dropout reads a gradient and the mask, writes one; of the stream's two readers they are added
-        biases          backward sums gradients over all tokens, which reads them
-        activation      with its bias (fused_bias_gelu.py, fused_bias_swiglu.py): reads 1 or 2 f, writes f; backward
-                        reads as much and a gradient, writes as much; or `UNFUSED_SWIGLU`, and the sum with its bias
-        rotation        reads and writes queries and keys, backward too, or `UNFUSED_ROTATION`; then their gradients and
-                        the values' are put together, which Transformer Engine's attention need not where nothing is
-                        rotated
-        eager attention's scores        as `softmax` says, and their sum with the values put in order
-    """
-    spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
-    stack, Q, K = run.stack, spec.query_width, spec.key_width
-    assert isinstance(stack, Megatron)
-    dropped = Pass(1, 2 * c + 1) if spec.dropout else Pass(0, 0)
-    norms = spec.norms_per_layer
-    biased = [each for each in spec.block_linears if each.bias]
-    rows, columns = (
-        c * sum(each.outputs * each.count for each in biased if (each.name in ROW_PARALLEL) is row) / spec.layers
-        for row in (True, False)
-    )
-    width, turned = spec.token_mlp_width * c, c * (Q + K)
-    inputs = 2 if spec.gated else 1
-    activated = Pass((inputs + 1) * width, (2 * inputs + 1) * width)
-    if spec.gated and not stack.bias_swiglu_fusion:
-        biases = 2 * inputs if spec.mlp_bias else 0
-        activated = Pass((UNFUSED_SWIGLU.forward + biases) * width, UNFUSED_SWIGLU.backward * width)
-    each = Pass(0, 0) if spec.learned_positions else Pass(2, 2) if stack.rotates_at_once else UNFUSED_ROTATION
-    joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
-    forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
-    backward = spec.hidden * (norms * (2 * r + c) + 2 * (3 * r + dropped.backward)) + rows
-    divided = run.tp if run.sequence_parallel else 1
-    forward = forward / divided + (each.forward * turned + activated.forward) / run.tp
-    backward = backward / divided + (each.backward * turned + joined + activated.backward + columns) / run.tp
-    again = whole_again(spec, run)
-    repeated, scores = again * forward, 0.0
-    if module_again(run, "mlp"):
-        repeated = activated.forward / run.tp
-    if module_again(run, "core_attn"):
-        again = 1.0
-    if share.kernel == "eager":
-        one = softmax(share)
-        scores = ((one.forward + 2 * c * Q) * (1 + again) + one.backward) / run.tp
-    return T * (forward + repeated + backward + scores)
-
-
-def softmax(share: Share) -> Pass:
-    """Return the bytes per token of Megatron-LM's softmax and dropout of scores: one kernel with scale and mask, in
-    half (fusions/fused_softmax.py), or mask and softmax in fp32, one after the other."""
-    c, S = share.attention_bytes, share.spec.heads * share.run.seq_len
-    dropped = 2 * c + 1 if share.spec.attention_dropout else 0
-    forward, backward = (2 * c, 3 * c) if fused_softmax(share) else (2 * cast(c, 4) + 16, 2 * cast(c, 4) + 32)
-    return Pass((forward + dropped) * S, (backward + dropped) * S)
-
-
-def titan_block(share: Share) -> float:
-    """Return the bytes that torchtitan's operators move for a micro-batch in a block, forward and backward, where
-    nothing is compiled; `r`, `c` as in `fused_block` (torchtitan/models/llama3/model/model.py, torch from 2.8 on).
-
-        norm            one operator: reads, writes; backward reads its input and a gradient, writes one. Or written out
-        sums            of a branch and the stream, and backward of the gradients of what two layers read
-        rotation        queries and keys to fp32 and back, a complex product between; backward too
-        activation      SiLU and a product: 2 f and 3 f, backward 3 f and two products of 3 f
-    """
-    spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
-    heads, width = (spec.query_width + spec.key_width) / run.tp, spec.token_mlp_width * c / run.tp
-    stream = spec.hidden / (run.tp if run.sequence_parallel else 1)
-    rotated = heads * (2 * c + 16)
-    normed = heads if spec.qk_norm else 0.0
-    norm, of_heads = Pass(r + c, 2 * r + c), Pass(2 * c, 3 * c)
-    if getattr(run.stack, "norm_type", "") == "rmsnorm":
-        norm, of_heads = rmsnorm(r, True), rmsnorm(c, True)
-    forward = 2 * stream * norm.forward + 2 * 3 * stream * r + rotated + 5 * width + normed * of_heads.forward
-    summed = 2 * 3 * stream * r + 3 * 3 * spec.hidden * c
-    backward = 2 * stream * norm.backward + summed + rotated + 9 * width + normed * of_heads.backward
-    return T * (forward * (1 + share_again(spec, run)) + backward)
-
-
-# What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer
-# Engine's. nanotron's are torchtitan's, but that it copies what it rotates in place: 18 bytes for torchtitan's 20.
-STACKS = {Torchtitan: titan_block, Megatron: megatron_block, Nanotron: titan_block}

@@ -16,17 +16,17 @@ their time for each parameter.
 from __future__ import annotations
 
 from functools import cache, lru_cache, reduce
-from math import ceil, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
-from ...specs.run import Training
-from ...specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
+from ...specs.run import Training, stack_of
 from ..again import share_again, whole_again
 from ..memory.precision import PRECISION
 from ..memory.share import adapted, adapter_bytes, by_bitsandbytes
 from .efficiency import Efficiency
 from .products import products
+from .stacks import deepspeed, megatron
 
 
 class Operators(NamedTuple):
@@ -83,12 +83,7 @@ MEGATRON = Operators(118, 84, 92, 92)
 # As many as take as long as what else a micro-batch has there: its tensors sent to tensor ranks, embedding, last norm,
 # head, loss and schedule, 93 to 130 of a Llama's forward and 64 to 100 of its backward (as above, whole steps).
 MEGATRON_ENDS = Operators(100, 70, 74, 74)
-# And a step of Megatron-LM beside micro-batches (85 to 155): reducing gradients, their norm and its bounds, what ranks
-# tell each other; and each parameter, whose gradient is set to zero (0.15 to 0.27), and that is updated by half
-# weights' own optimizer (2.5 to 3.0) or the distributed one (3.2 to 4.0): lists of it for the norm, for clipping and
-# for Adam, and copies from its gradient and back to its half weight.
-STEPPED, CLEARED, MASTERED = 110, 0.2, {0: 2.6, 1: 3.5}
-STAGES = {1: Operators(7, 89, 0, 0), 2: Operators(-2, 65, 9, 36)}
+STAGES = {("deepspeed", 1): Operators(7, 89, 0, 0), ("deepspeed", 2): Operators(-2, 65, 9, 36)}
 # What recomputation adds; checkpoint stops at the last tensor that backward needs, before the block's end.
 AGAIN = {
     "full": {"rmsnorm": Operators(36, 33, 0, 63), "fused-norm": Operators(20, 35, 2, 49),
@@ -98,14 +93,13 @@ AGAIN = {
 }  # fmt: skip
 TORCHTITAN_AGAIN = {"full": Operators(18, 39, 2, 49), "selective": Operators(13, 48, 2, 49)}
 MEGATRON_AGAIN = {"full": Operators(118, 84, 0, 0), "selective": AGAIN["selective"]["layernorm"]}
-OWN = {Torchtitan.name: (TORCHTITAN, TORCHTITAN_AGAIN), Megatron.name: (MEGATRON, MEGATRON_AGAIN)}
+OWN = {"torchtitan": (TORCHTITAN, TORCHTITAN_AGAIN), "megatron": (MEGATRON, MEGATRON_AGAIN)}
+ENDS = {"megatron": MEGATRON_ENDS}
+UPDATES = {"deepspeed": deepspeed.update, "megatron": megatron.update}
 # benchmarks/deepspeed_hooks.py, DeepSpeed 0.19.8; 0.12.4, of 2023, gave the same within 30 %. On one process: gathering
 # from others is a collective's time. `HERE`: seconds of an operator on that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
 HERE = 4.1e-6
-# And an update by its optimizers, in operators: for each parameter, which they loop over to look for overflow, to copy
-# its gradient and to take its norm, although the update itself is of joined tensors; and besides. By stage.
-JOINED = {0: (4.9, 41), 1: (3.0, 65), 2: (3.1, 55), 3: (3.1, 72)}
 # Seconds in which a compiled graph starts a kernel: Inductor's launcher, with 19 arguments, on a GB200's host; 6.8 us
 # without any (meta-pytorch/tritonbench, pull request 1017, 2026-04). Products and attention, which the graph calls by
 # their operators, are taken to start as fast.
@@ -157,7 +151,7 @@ def operators(spec: ModelSpec, run: Training) -> Operators:
     norms = spec.norms_per_layer - 2 + 2 * spec.qk_norm if norm == "rmsnorm" else 0
     written = (run.attention == "eager") * (2 if spec.kv_heads < spec.heads else 1)
     precision, _, _ = run.precision.rpartition("-")
-    stack, whole = getattr(run.stack, "name", "transformers"), whole_again(spec, run)
+    stack, whole = stack_of(run).name, whole_again(spec, run)
     kind = "full" if whole else run.checkpointing
     return _operators(norm, stack, run.zero, kind, share_again(spec, run), precision, norms, written, bool(run.lora))
 
@@ -181,8 +175,8 @@ def _operators(
         found.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
     casts, casts_back = AUTOCAST[norm] if precision == "autocast" else (0, 0)
     found.append(Operators(casts, 0, casts_back, 0))
-    if stack == DeepSpeed.name and zero in STAGES:
-        found.append(STAGES[zero])
+    if (stack, zero) in STAGES:
+        found.append(STAGES[stack, zero])
     if checkpointing:
         found += [AGAIN[checkpointing][norm], *[NORM_AGAIN] * norms, *[EAGER_AGAIN, REPEATED_AGAIN][:written]]
         found.append(Operators(casts, 0, 0, 0))
@@ -193,8 +187,8 @@ def _operators(
 def started(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of all blocks in a micro-batch, adapters' with them; and of Megatron-LM's other ones."""
     found = operators(spec, run).times(spec.layers)
-    if isinstance(run.stack, Megatron):
-        found = found.plus(MEGATRON_ENDS)
+    if ends := ENDS.get(stack_of(run).name):
+        found = found.plus(ends)
     if run.quantization == "gptq":
         found = found.plus(_gptq(spec, run))
     elif run.quantization:
@@ -227,14 +221,14 @@ def adapter(run: Training) -> Operators:
 def summed(spec: ModelSpec, run: Training) -> float:
     """Return the gradients that a step adds to those of earlier micro-batches, an operator each; DeepSpeed and
     Megatron-LM have buffers of their own."""
-    return 0.0 if isinstance(run.stack, (DeepSpeed, Megatron)) else (run.accumulation - 1) / run.pp * trained(spec, run)
+    return 0.0 if stack_of(run).own_sums else (run.accumulation - 1) / run.pp * trained(spec, run)
 
 
 @lru_cache(maxsize=256)
 def small_kernels(spec: ModelSpec, run: Training) -> float:
     """Return the kernels of a step on one device that are no products: each takes its start besides what it moves. None
     where Liger has made few of them; and of Megatron-LM's layers `MEGATRON` counts no kernels."""
-    if run.kernels == "liger" or isinstance(run.stack, Megatron):
+    if run.kernels == "liger" or stack_of(run).own_kernels:
         return 0.0
     if run.compile:
         return run.accumulation / run.pp * spec.layers * written(spec, run) + summed(spec, run)
@@ -267,26 +261,9 @@ def trained(spec: ModelSpec, run: Training) -> float:
 def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     """Return the seconds the CPU takes for one device's update, tensor by tensor, and for what else a step of
     Megatron-LM or DeepSpeed has beside its passes."""
-    count = UPDATED * trained(spec, run) / run.pp
-    if isinstance(run.stack, DeepSpeed):
-        each, besides = JOINED[run.zero]
-        count = besides + each * trained(spec, run)
-    if isinstance(run.stack, Megatron):
-        count = STEPPED + CLEARED * trained(spec, run) / run.pp + MASTERED[run.zero] * mastered(spec, run)
+    tensors, own = trained(spec, run), UPDATES.get(stack_of(run).name)
+    count = own(spec, run, tensors) if own else UPDATED * tensors / run.pp
     return count * HERE * hook_spread(host)
-
-
-def mastered(spec: ModelSpec, run: Training) -> float:
-    """Return the parameters that a rank of Megatron-LM updates: all of its own, or with the distributed optimizer those
-    in its share of each bucket of gradients, at least a part of one. Buckets have 40 million numbers, or a million for
-    each rank, and are one where their reduction is not overlapped (core/distributed/distributed_data_parallel.py)."""
-    assert isinstance(run.stack, Megatron)
-    held, ranks = trained(spec, run) / run.pp, run.dp * run.cp
-    if not run.zero:
-        return held
-    size = max(40e6, 1e6 * ranks)
-    buckets = ceil(spec.parameters / run.tp / run.pp / size) if run.stack.overlap_grad_reduce else 1
-    return min(held, held / ranks + buckets)
 
 
 def compiled_kernels(spec: ModelSpec, run: Training) -> float:
@@ -305,7 +282,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> int:
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, or the
     kernels of compiled blocks, and for hooks between them; none where one CUDA graph has them all."""
-    if isinstance(run.stack, Megatron) and run.stack.cuda_graph_impl:
+    if stack_of(run).cuda_graph_impl:
         return 0.0
     adding = summed(spec, run) * host.dispatch * host.backward_dispatch
     if run.compile:
@@ -348,7 +325,7 @@ def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     if run.compile:
         count = GUARDED * parameters(spec) + RETURNED * trained(spec, run)
         return run.accumulation / run.pp * count * HERE * hook_spread(host)
-    if run.zero != 3 or not isinstance(run.stack, DeepSpeed):
+    if run.zero != 3 or not stack_of(run).own_zero:
         return 0.0
     again = 2 if run.checkpointing else 1
     each = (number * (again * forward + backward)
@@ -364,7 +341,7 @@ def python_seconds(spec: ModelSpec, run: Training) -> float:
         return 0.0
     again = share_again(spec, run)
     seconds = CHECKPOINT * again
-    if isinstance(run.stack, (Torchtitan, Torchtune)):
+    if stack_of(run).counts_hooks:
         seconds += sum(FSDP2) if run.zero == 3 else 0.0
         if run.tp > 1:
             seconds += sum(DTENSOR) + DTENSOR[0] * again

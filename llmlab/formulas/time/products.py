@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.parameters import ROW_PARALLEL, Linear
-from ...specs.run import Training
-from ...specs.stacks import Megatron, Torchtitan
+from ...specs.run import Training, stack_of
 from ..again import module_again, whole_blocks_again
 from ..memory.share import adapter_bytes, by_bitsandbytes
 
@@ -129,14 +128,13 @@ def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
     """Return how many of a linear layer's products checkpointing computes again."""
     if linear.part == "head":
         return 0
-    if isinstance(run.stack, Torchtitan) and run.checkpointing == "selective":
-        if run.stack.ac == "selective_layers":
-            return linear.count * whole_blocks_again(spec, run) // spec.layers
-        return linear.count if linear.name in SECOND else 0
-    if isinstance(run.stack, Megatron):  # whose checkpoint runs what it is given to the end (tensor_parallel/random.py)
+    stack = stack_of(run)
+    if stack.recomputes_one_in or stack.recompute_modules:  # each to its end
         if linear.part == "mlp" and module_again(run, "mlp"):
             return linear.count
         return linear.count * whole_blocks_again(spec, run) // spec.layers
+    if run.checkpointing == "selective" and stack.second_products:
+        return linear.count if linear.name in SECOND else 0
     if run.checkpointing == "selective" and not by_bitsandbytes(run):
         return 0
     adapted = run.lora is not None and linear.name in run.lora.targets

@@ -16,8 +16,7 @@ from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
 from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
-from ...specs.run import Inference, Run, Training
-from ...specs.stacks import DeepSpeed, Megatron, StackOptions, Torchtitan, Torchtune
+from ...specs.run import Inference, Run, Training, stack_of
 from .. import gptq, newton_schulz
 from ..again import attentions_again
 from ..memory.float8 import CONVERTED
@@ -34,7 +33,7 @@ from ..memory.share import (
 from ..memory.states import States, states
 from ..memory.temporaries import loss_chunk
 from .efficiency import Efficiency, efficiency
-from .elementwise import MEGATRON_LOGITS, moved
+from .elementwise import OWN_LOGITS, moved
 from .flops import flops, head_sizes
 from .host import host_seconds, small_kernels, update_host_seconds
 from .kernels import Kernels, kernels
@@ -155,40 +154,26 @@ def update_after(
     if run.offload:
         return waiting(spec, run, found.card, computed.seconds).seconds
     update = update_seconds(spec, run, found) if update is None else update
-    # Megatron-LM's host looks whether gradients are numbers, and waits for that, before it sends them
-    # (core/distributed/param_and_grad_buffer.py, check_grads), and for their norm; DeepSpeed's for overflow, or for the
-    # norm (runtime/zero/stage3.py, step).
-    waits = checks_numbers(run) or isinstance(run.stack, DeepSpeed)
-    ahead = 0.0 if waits else computed.seconds - computed.host
+    ahead = 0.0 if stack_of(run).checks_gradients else computed.seconds - computed.host
     return max(update, update_host_seconds(spec, run, found.host) - ahead)
-
-
-def launches_wait(run: Training) -> bool:
-    """Whether the host starts a kernel when the one before it is done, so that its time comes to the card's."""
-    return isinstance(run.stack, Megatron) and run.stack.cuda_launch_blocking
 
 
 def host_waits(run: Training, computed: Passes) -> float:
     """Return for how many seconds the host, besides what it takes itself, waits for the card in a step's passes."""
-    return computed.card if launches_wait(run) else loss_waits(run, computed.products.get("head", 0.0), computed.loss)
+    waits = stack_of(run).cuda_launch_blocking
+    return computed.card if waits else loss_waits(run, computed.products.get("head", 0.0), computed.loss)
 
 
 def loss_waits(run: Training, head: float, loss: float) -> float:
     """Return for how much of these seconds of the head and the loss the host waits: all where it waits for each kernel,
-    and what forward has of them where it looks at a micro-batch's loss before it starts backward (Megatron-LM,
-    pretrain_gpt.py, loss_func)."""
-    if launches_wait(run):
+    and what forward has of them where it looks at a micro-batch's loss before it starts backward."""
+    stack = stack_of(run)
+    if stack.cuda_launch_blocking:
         return head + loss
-    if not (isinstance(run.stack, Megatron) and checks_numbers(run)):
+    if not stack.checks_losses:
         return 0.0
-    forward, backward = MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl]
+    forward, backward = OWN_LOGITS[stack.name][stack.cross_entropy_fusion_impl]
     return head / (2 if run.lora else 3) + forward / (forward + backward) * loss  # a frozen head has no gradient
-
-
-def checks_numbers(run: Training) -> bool:
-    """Whether the host waits for losses and gradients, to see that they are numbers: Megatron-LM's, without a CUDA
-    graph of all passes."""
-    return isinstance(run.stack, Megatron) and not run.stack.cuda_graph_impl
 
 
 def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
@@ -216,9 +201,8 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
 def foreach_adamw(run: Training) -> bool:
     """Whether AdamW is torch's own on lists of tensors: its default, but of a stack that has another, and of master
     copies, which engines step by a fused kernel."""
-    own = isinstance(run.stack, StackOptions) and run.stack.fused_adamw
     masters = PRECISION[run.precision].master and not uses_fsdp(run)
-    return run.optimizer == "adamw" and not own and not masters
+    return run.optimizer == "adamw" and not stack_of(run).fused_adamw and not masters
 
 
 def _paged_seconds(run: Training, held: States, card: GPU) -> float:
@@ -226,7 +210,7 @@ def _paged_seconds(run: Training, held: States, card: GPU) -> float:
     because the pages that were used longest ago go first, and the update goes through them in a circle. bitsandbytes
     asks for a tensor's before it updates it (bitsandbytes/optim/optimizer.py, prefetch_state), and PCIe carries both
     directions at once: the one run that published this, on an RTX 4090, took half of what one after the other would."""
-    if not (isinstance(run.stack, Torchtune) and run.stack.paged(run)):
+    if not stack_of(run).paged(run):
         return 0.0
     paged = 2 * held.trained
     fits = held.weights + paged <= card.memory
@@ -357,7 +341,7 @@ def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Ba
 def _unaligned(part: str, kind: str, run: Training, found: Kernels) -> bool:
     """Return whether matrices in half precision are slower for rows that are not whole 16 bytes: nobody pads them.
     Adapters' products are bound by bytes."""
-    padded = run.compile or isinstance(run.stack, Megatron) or part == "adapters"
+    padded = run.compile or stack_of(run).pads_vocabulary or part == "adapters"
     return not padded and kind in ("fp16", "bf16") and found.measured(kind)
 
 
@@ -427,8 +411,7 @@ def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
     if kernel != "flash":
         return kernel
     if card.vendor == "AMD":
-        stack = getattr(run, "stack", None)
-        own = isinstance(stack, Megatron) or (run.attention == "flash" and not isinstance(stack, Torchtitan))
+        own = stack_of(run).own_kernels or (run.attention == "flash" and not stack_of(run).lists_kernels)
         return "ck" if own else kernel
     return "cudnn" if run.attention == "sdpa" and card.prefers_cudnn_attention else kernel
 

@@ -13,8 +13,7 @@ from ...hardware.gpu import GPU
 from ...hardware.links import GIVEN, Cluster, Rates, pcie_rates
 from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
-from ...specs.run import Run, Training
-from ...specs.stacks import DeepSpeed, Megatron, Torchtitan
+from ...specs.run import Run, Training, stack_of
 from ..memory.share import attention_kernel, masked_layers
 from ..uncounted import uncounted
 from .distributed import Step, computation, step
@@ -89,7 +88,7 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
     if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
         # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
         host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
-        if hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron):
+        if hook_seconds(spec, run, found.host) or stack_of(run).own_kernels:
             host = max(host, host_seconds(spec, run, found.host) + host_waits(run, traced.passes))
         traced = traced._replace(passes=traced.passes._replace(host=host))
     shapes = outside(spec, run, found)
@@ -176,7 +175,7 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
         share = many**-SHARED
         nodes = replace(nodes, across=replace(across, reached=share * across.reached))
         why.append(f"where other jobs share the network, {across.name} can drop to {share:.0%} over {many} nodes")
-    if isinstance(run.stack, DeepSpeed) and run.zero == 3:
+    if stack_of(run).own_zero and run.zero == 3:
         overlap = ()
         why.append("DeepSpeed's ZeRO-3 may overlap no communication with computation")
     return nodes, overlap, ", and ".join(why)
@@ -199,7 +198,7 @@ def _spread(run: Training, found: Kernels, beyond: float) -> float:
         widest.append(spread["transferred"])
     if run.tp * run.pp > 1:
         widest.append(spread["cut"])
-    if run.pp > 1 and not isinstance(run.stack, Megatron):
+    if run.pp > 1 and not stack_of(run).timed_pipelines:
         widest.append(spread["pipeline"])  # whose engine is not known: DeepSpeed's took longer than Megatron-LM's
     return hypot(max(widest), min(1.0, beyond) * spread["beyond"])
 
@@ -224,7 +223,7 @@ def _on_other_hosts(spec: ModelSpec, run: Training, host: Efficiency) -> tuple[f
     """Return `host_seconds` on a faster host than `host`, and on a slower."""
     hooks, apart = hook_seconds(spec, run, host), _hosts_apart()
     operators = host_seconds(spec, run, host) - hooks
-    slower = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero in STAGES else apart
+    slower = 2.0 if (stack_of(run).name, run.zero) in STAGES else apart
     spread = hook_spread(host) if hooks else 1.0
     return operators / apart + hooks / spread, operators * slower + hooks * spread
 
@@ -235,7 +234,8 @@ def _older_attention(
     """Return the kernel that computes a step's seconds of `attention` where torch does not take cuDNN's, and how many
     seconds more it takes: with CUDA 12's wheels up to torch 2.10, which bring an older one than `fastest_kernel` says.
     Megatron-LM and torchtitan name cuDNN's themselves."""
-    if kernel != "cudnn" or run.attention != "sdpa" or isinstance(run.stack, (Megatron, Torchtitan)):
+    stack = stack_of(run)
+    if kernel != "cudnn" or run.attention != "sdpa" or stack.own_kernels or stack.lists_kernels:
         return kernel, 0.0
     other = "efficient" if masked_layers(spec, run) else "flash"
     sizes = run.micro_batch, max(1, spec.heads // run.tp), run.seq_len, sum(head_sizes(spec)) // 2

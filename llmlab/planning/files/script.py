@@ -15,6 +15,7 @@ from ...base.errors import SpecError
 from ...engines.trainer import trainer_arguments
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
+from ...specs.stacks import DeepSpeed
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 WHAT = {
@@ -34,7 +35,7 @@ IMPORTS = {
 
 def kind(run: Training) -> str:
     """Return which script trains `run`: "pytorch", "trainer" or "sft"; raises SpecError where none of them does."""
-    if (stack := stack_of(run)) and stack.name != "deepspeed":
+    if (stack := stack_of(run)).own_model:
         raise SpecError(f"stack={stack.name!r} has its own training program")
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(run, axis) > 1:
@@ -64,7 +65,7 @@ def uses_deepspeed(run: Training) -> bool:
     memory, and adapters of which fp32 copies are stepped; FSDP2, which offloads weights with states, shards the rest.
     """
     copied = run.lora is not None and run.precision.startswith("mixed")
-    return bool(stack_of(run) or run.zero == 1 or (run.zero and copied) or run.offload == "optimizer")
+    return bool(stack_of(run).own_zero or run.zero == 1 or (run.zero and copied) or run.offload == "optimizer")
 
 
 def deepspeed_settings(run: Training) -> dict[str, Any]:
@@ -75,8 +76,8 @@ def deepspeed_settings(run: Training) -> dict[str, Any]:
     settings = replace(run, compile=False).to_deepspeed()
     if run.zero == 3:  # or the trained model would be left in shards
         settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    if stack := stack_of(run):
-        torchs = {"torch_adam": True} if getattr(stack, "torch_adam", False) else {}
+    if stack_of(run).own_zero:
+        torchs = {"torch_adam": True} if DeepSpeed.of(run).torch_adam else {}
         kind = {"adamw": "AdamW", "lion": "Lion"}[run.optimizer]
         settings["optimizer"] = {"type": kind, "params": {"lr": "auto", "weight_decay": "auto", **torchs}}
     return settings

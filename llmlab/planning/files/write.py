@@ -92,9 +92,9 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     alone = run.world_size == 1 and "train.py" in found and not (run.zero or uses_deepspeed(run))
     # Megatron-LM refuses to start without it where it overlaps what tensor or context parallelism sends.
     exports = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if "megatron_args.txt" in start and max(run.tp, run.cp) > 1 else []
-    if (stack := stack_of(run)) and stack.expandable_segments:
+    if stack_of(run).expandable_segments:
         exports.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
-    if getattr(stack, "cuda_launch_blocking", False):
+    if stack_of(run).cuda_launch_blocking:
         exports.append("CUDA_LAUNCH_BLOCKING=1")
     started = launch_script(title, start, nodes, per_node, alone, exports)
     found["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"

@@ -6,8 +6,8 @@ from ...base.notes import Note
 from ...base.units import show_bytes
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
-from ...specs.run import Run, Training
-from ...specs.stacks import DeepSpeed, Megatron
+from ...specs.run import Run, Training, stack_of
+from ...specs.stacks import Megatron
 from ...step.ranks import is_sharded
 
 ENGINES = {
@@ -26,14 +26,10 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[Note, ...]:
     """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
     if not isinstance(run, Training):
         return ()
-    if isinstance(run.stack, Megatron):
-        own = MEGATRON_NOTE if run.stack.apex else MEGATRON_ALONE_NOTE
-        return (own, *(_nccl(card) if run.world_size > 1 else ()))
+    if own := OWN.get(stack_of(run).name):
+        return (*own(run), *(_nccl(card) if run.world_size > 1 else ()))
     if run.world_size == 1:
         return ()
-    if isinstance(run.stack, DeepSpeed):
-        loaded = "transformers' model was loaded on the host first"
-        return (Note("engine", f"Rank 0 of DeepSpeed's engine with ZeRO stage {run.zero}; {loaded}."), *_nccl(card))
     said: list[Note] = []
     if run.pp > 1:
         schedule = "torchtitan's split and the schedules and buffers of torch.distributed.pipelining"
@@ -60,6 +56,19 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[Note, ...]:
         sharded = "torch's parallelize_module shards linear layers, embedding, logits and loss"
         said.append(Note("tensor-parallel", f"Rank 0 of tp={run.tp}: {sharded}."))
     return (*said, *_nccl(card))
+
+
+def _deepspeed(run: Training) -> tuple[Note, ...]:
+    loaded = "transformers' model was loaded on the host first"
+    said = Note("engine", f"Rank 0 of DeepSpeed's engine with ZeRO stage {run.zero}; {loaded}.")
+    return (said,) * (run.world_size > 1)
+
+
+def _megatron(run: Training) -> tuple[Note, ...]:
+    return (MEGATRON_NOTE if Megatron.of(run).apex else MEGATRON_ALONE_NOTE,)
+
+
+OWN = {"deepspeed": _deepspeed, "megatron": _megatron}  # engines
 
 
 def _nccl(card: GPU | None) -> tuple[Note, ...]:

@@ -62,7 +62,7 @@ def fake_ranks(run: Training, engine: Engine, labelled: Labelled, stage: int = 0
     with torch_engines(engine, labelled), mock.patch.multiple(group, **functions):
         start_group(dist.init_process_group, run.world_size, stage * run.world_size // run.pp)  # stages are outermost
         try:
-            yield None if stack_of(run) else join(run, fake=True)
+            yield None if stack_of(run).own_program else join(run, fake=True)
         finally:
             dist.destroy_process_group()
 

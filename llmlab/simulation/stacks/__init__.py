@@ -10,11 +10,9 @@ from importlib.util import find_spec
 from ...base.compat import KNOWN, check, project_of
 from ...base.errors import NotAvailable
 from ...specs.model import ModelSpec
-from ...specs.run import Training
-from ...specs.stacks import StackOptions
+from ...specs.run import Training, stack_of
 from ...step.step import Step
 
-SCRIPTS = ("deepspeed", "litgpt", "megatron")  # those whose code names "cuda" itself, as users' scripts do
 Build = Callable[..., Step]
 
 
@@ -24,15 +22,14 @@ def builder(spec: ModelSpec, run: Training) -> Build:
 
     Raises NotAvailable for an option that is not simulated, and without the package.
     """
-    stack = run.stack
-    assert isinstance(stack, StackOptions)
-    if stack.package is None:
+    stack = stack_of(run)
+    if not stack.has_package:
         raise NotAvailable(f"stack={stack.name!r} is not simulated; ask lab.estimate")
-    version, project = KNOWN[stack.package][1], project_of(stack.package)
+    version, project = KNOWN[stack.name][1], project_of(stack.name)
     how = f"pip install {project}=={version}"
     if stack.name != "deepspeed":  # which is among the constraints
         how += ", or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
-    if find_spec(stack.package) is None:
+    if find_spec(stack.name) is None:
         raise NotAvailable(f"simulating stack={stack.name!r} needs {project} {version}: {how}")
     found = metadata.version(project)
     if found != version:
@@ -40,6 +37,6 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     own = import_module(f"{__name__}.{stack.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are not installed, as they are imported
-        check(stack.package)
+        check(stack.name)
         own.check(spec, run)
     return own.build

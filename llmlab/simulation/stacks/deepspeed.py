@@ -92,8 +92,7 @@ def build(
 ) -> DeepSpeedStep:
     """Return the step of `run` on `device`; the process group is there already."""
     model = build_model(spec, run, device, recomputing, shard=_on_host)
-    stack = run.stack
-    assert isinstance(stack, DeepSpeed)
+    stack = DeepSpeed.of(run)
     parameters = {"lr": LEARNING_RATE, **({"torch_adam": True} if stack.torch_adam else {})}
     settings = {
         **deepspeed_config(run), "gradient_clipping": 1.0,

@@ -43,7 +43,7 @@ ACTIVATIONS = {"gelu_new": F.gelu, "silu": F.silu}
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of Megatron-LM; import what the step calls."""
-    stack = _options(run)
+    stack = Megatron.of(run)
     see = "ask lab.estimate"
     if stack.transformer_engine:
         own = "give stack='megatron:transformer_engine=False', which is Megatron's own"
@@ -73,11 +73,6 @@ def check(spec: ModelSpec, run: Training) -> None:
         raise NotAvailable(f"simulate with stack='megatron': {given}; {see}")
     for name in MODULES:
         symbol(CORE + name)
-
-
-def _options(run: Training) -> Megatron:
-    assert isinstance(run.stack, Megatron)
-    return run.stack
 
 
 @dataclass
@@ -185,7 +180,7 @@ def build(
 
 def transformer_config(spec: ModelSpec, run: Training) -> Any:
     """Return Megatron's configuration of the model and the run."""
-    stack, half = _options(run), DTYPES[run.compute_dtype]
+    stack, half = Megatron.of(run), DTYPES[run.compute_dtype]
     uneven = spec.layers % run.pp > 0  # specs/stages.py
     recompute: dict[str, Any] = {"recompute_granularity": run.checkpointing}
     if run.checkpointing == "selective":
@@ -221,14 +216,14 @@ def _experts(spec: ModelSpec, run: Training) -> dict[str, Any]:
         "num_moe_experts": spec.experts, "moe_router_topk": spec.experts_per_token,
         "moe_ffn_hidden_size": spec.moe_intermediate, "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none", "moe_pad_expert_input_to_capacity": True,
-        "moe_expert_capacity_factor": _options(run).moe_expert_capacity_factor,
+        "moe_expert_capacity_factor": Megatron.of(run).moe_expert_capacity_factor,
         "expert_model_parallel_size": run.ep,
     }  # fmt: skip
 
 
 def _chunks(spec: ModelSpec, run: Training, config: Any) -> list[Any]:
     """Return the parts of the model on this rank, in half precision, each in Megatron's DistributedDataParallel."""
-    stack, distributed = _options(run), symbol(CORE + "distributed")
+    stack, distributed = Megatron.of(run), symbol(CORE + "distributed")
     ends = [symbol(f"{CORE}parallel_state.is_pipeline_{end}_stage") for end in ("first", "last")]
     layer = symbol(CORE + "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec")(
         spec.experts or None, normalization=config.normalization
@@ -263,7 +258,7 @@ def _optimizer(run: Training, chunks: list[Any]) -> Any:
         params_dtype=half, use_distributed_optimizer=run.zero == 1,
     )  # fmt: skip
     fused = mock.patch.multiple(CORE + "optimizer", USING_PYTORCH_OPTIMIZER=False, Adam=_fused_adam)
-    with fused if _options(run).apex else nullcontext():
+    with fused if Megatron.of(run).apex else nullcontext():
         return symbol(CORE + "optimizer.get_megatron_optimizer")(settings, chunks, use_gloo_process_groups=False)
 
 
@@ -299,7 +294,7 @@ class _Norm:
 def _apex(run: Training) -> Iterator[None]:
     """Let a step of `run` find functions in the place of Apex's kernels: of softmax, which fusions/fused_softmax.py
     imports as it calls them, and what scales gradients in place, or as it copies main weights of fp16 ones to these."""
-    if not _options(run).apex:
+    if not Megatron.of(run).apex:
         yield
         return
     causal, masked = (ModuleType(f"scaled_{name}masked_softmax_cuda") for name in ("upper_triang_", ""))

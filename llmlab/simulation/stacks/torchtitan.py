@@ -37,7 +37,7 @@ FLOAT8 = "quantize.linear.float8"  # the converter of that name
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
-    full = run.checkpointing == "full" or (isinstance(run.stack, Torchtitan) and run.stack.ac == "selective_layers")
+    full = run.checkpointing == "full" or Torchtitan.of(run).recomputes_one_in > 0
     asked = {
         # AOTAutograd, in torch 2.13, puts a tensor behind the mesh that such a block's backward is given, and refuses.
         f"compile=True, tp={run.tp} of blocks recomputed whole": run.compile and run.tp > 1 and full,
@@ -271,8 +271,7 @@ def _ring_attention() -> Iterator[None]:
 
 def job_config(run: Training) -> Any:
     """Return torchtitan's configuration of `run`."""
-    job, stack = symbol("torchtitan.config.JobConfig")(), run.stack
-    assert isinstance(stack, Torchtitan)
+    job, stack = symbol("torchtitan.config.JobConfig")(), Torchtitan.of(run)
     job.training.seq_len, job.training.local_batch_size = run.seq_len, run.micro_batch
     job.parallelism.tensor_parallel_degree = run.tp
     job.parallelism.fsdp_reshard_after_forward = stack.reshard_after_forward
@@ -309,17 +308,15 @@ def parallel_dims(run: Training) -> Any:
 
 def _kept_operators(spec: ModelSpec, run: Training) -> AbstractContextManager:
     """Take attention off the list of what selective checkpointing keeps, where the stack's option says so."""
-    assert isinstance(run.stack, Torchtitan)
     path = f"torchtitan.models.{MODELS[spec.family]}.infra.parallelize._op_sac_save_list"
-    less = {each for each in symbol(path) if run.stack.keeps_attention or "attention" not in str(each)}
+    less = {each for each in symbol(path) if Torchtitan.of(run).keeps_attention or "attention" not in str(each)}
     return mock.patch(path, less)
 
 
 def _norms(run: Training) -> AbstractContextManager:
     """Write RMSNorm out, where the stack's option says so, as torchtitan's own class did (models/norms.py at 9dec370);
     a compiler does so itself."""
-    assert isinstance(run.stack, Torchtitan)
-    if run.stack.norm_type == "fused_rmsnorm" or run.compile:
+    if Torchtitan.of(run).norm_type == "fused_rmsnorm" or run.compile:
         return nullcontext()
 
     def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:

@@ -34,8 +34,7 @@ PAGED_FROM = 1e5  # elements: bitsandbytes/optim/optimizer.py, get_state_buffer
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtune."""
-    stack = run.stack
-    assert isinstance(stack, Torchtune)
+    stack = Torchtune.of(run)
     asked = {
         f"quantization='nf4', dp={run.dp}": run.quantization and run.dp > 1,
         "packed=True": stack.packed,
@@ -91,8 +90,7 @@ def build(
     spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around
 ) -> TuneStep:
     """Return the step of `run` on `device`, with torchtune's own model; a process group is there already."""
-    stack = run.stack
-    assert isinstance(stack, Torchtune)
+    stack = Torchtune.of(run)
     sharded = run.dp > 1
     # Its recipes make the model where it stays, and NF4Tensor is made of a weight that is there.
     place = device if run.quantization else torch.device("meta")

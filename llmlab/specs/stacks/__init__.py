@@ -18,14 +18,16 @@ from .nanotron import Nanotron
 from .options import StackOptions
 from .torchtitan import Torchtitan
 from .torchtune import Torchtune
+from .transformers import Transformers
 
 __all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "LitGPT", "Megatron", "Nanotron", "StackOptions", "Torchtitan",
-           "Torchtune", "check_stack", "resolved", "stack_from_dict"]  # fmt: skip
+           "Torchtune", "Transformers", "check_stack", "options_of", "resolved", "stack_from_dict"]  # fmt: skip
 
-TRANSFORMERS = "transformers"
+TRANSFORMERS = Transformers.name
 STACKS: dict[str, type[StackOptions]] = {
     stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed, LitGPT, Nanotron)
 }
+_TRANSFORMERS = Transformers()
 
 
 def resolved(stack: Any) -> StackOptions | str:
@@ -42,6 +44,11 @@ def resolved(stack: Any) -> StackOptions | str:
     if name not in STACKS:
         raise unknown_name("stack", name, names, f"It is one of {', '.join(names)}.")
     return STACKS[name](**_options(stack, options.split(",") if options else ()))
+
+
+def options_of(stack: StackOptions | str) -> StackOptions:
+    """Return a resolved stack as an object that has all facts: options as they are, and those of transformers."""
+    return stack if isinstance(stack, StackOptions) else _TRANSFORMERS
 
 
 def _options(stack: str, texts: Iterable[str]) -> dict[str, Any]:

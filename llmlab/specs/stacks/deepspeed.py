@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from ...base.errors import SpecError
 from .options import StackOptions
@@ -32,21 +32,19 @@ class DeepSpeed(StackOptions):
     """
 
     name = "deepspeed"
-    package = "deepspeed"
     families = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
     ties_heads = True
-    own_names: ClassVar[Mapping[str, str]] = {}
+    own_model = False
+    own_zero = True  # runtime/zero
+    own_sums = True  # runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py
+    checks_gradients = True  # for overflow, or for the norm (runtime/zero/stage3.py, step)
+    names_cuda = True
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "mixed-fp16"),
         "optimizer": ("adamw", "lion"),
         "checkpointing": (None, "full"),
-        "tp": (1,),
-        "pp": (1,),
-        "cp": (1,),
-        "ep": (1,),
-        "dp_replicate": (1,),
-        "lora": (None,),
-        "quantization": (None,),
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate"), (1,)),
+        **dict.fromkeys(("lora", "quantization"), (None,)),
         "compile": (False,),
         "kernels": (None, "fused-norm"),
         "fp8": (None,),
@@ -72,13 +70,7 @@ class DeepSpeed(StackOptions):
             if isinstance(value, float) and value.is_integer():
                 object.__setattr__(self, name, int(value))
         self._check_counts(*COUNTS)
-        self._check_choices(
-            contiguous_gradients=(True, False),
-            overlap_comm=(None, True, False),
-            grad_accum_dtype=(None, *get_args(AccumDtype)),
-            immediate_grad_update=(True, False),
-            torch_adam=(True, False),
-        )
+        super().__post_init__()
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the sections of DeepSpeed's configuration that say these options, where they are not its defaults."""
@@ -111,6 +103,11 @@ class DeepSpeed(StackOptions):
     def fused_adamw(self) -> bool:
         """Whether AdamW updates in place, without temporaries."""
         return not self.torch_adam
+
+    def overlap(self, run: Any) -> tuple[str, ...]:
+        """Return what `overlap_comm` hides, by default at stage 3 alone."""
+        asked = self.overlap_comm
+        return ("data",) * (run.zero == 3 if asked is None else asked and run.zero > 0)
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 weights, and an fp32 copy that the optimizer steps."""

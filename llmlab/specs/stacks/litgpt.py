@@ -23,10 +23,11 @@ class LitGPT(StackOptions):
     """
 
     name = "litgpt"
-    package = "litgpt"
     families = ("llama",)
     half_adapters = True
-    own_names: ClassVar[Mapping[str, str]] = {}
+    flat_parameters = True  # Fabric's FSDPStrategy
+    loss_after_model = True  # litgpt/finetune/full.py, fit
+    names_cuda = True
     undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("precision", "optimizer", "quantization", "compile"), "other recipes are not supported here"
     )
@@ -38,14 +39,8 @@ class LitGPT(StackOptions):
         "checkpointing": (None, "full"),
         "attention": ("sdpa",),
         "zero": (0, 3),
-        "tp": (1,),
-        "pp": (1,),
-        "cp": (1,),
-        "ep": (1,),
-        "dp_replicate": (1,),
-        "offload": (None,),
-        "kernels": (None,),
-        "fp8": (None,),
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate"), (1,)),
+        **dict.fromkeys(("offload", "kernels", "fp8"), (None,)),
     }
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:

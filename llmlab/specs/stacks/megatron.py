@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...base.errors import SpecError
 from .options import StackOptions
@@ -73,9 +73,15 @@ class Megatron(StackOptions):
     """
 
     name = "megatron"
-    package = "megatron"
     families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "phi3")
+    own_kernels = True  # core/fusions, Apex's, Transformer Engine's
+    own_sums = True  # core/distributed/param_and_grad_buffer.py
+    ties_heads = True
     half_adapters = True
+    timed_pipelines = True  # core/pipeline_parallel/schedules.py
+    pads_vocabulary = True  # make_vocab_size_divisible_by
+    names_cuda = True
+    without_lora = "Megatron-LM's arguments have no lora"
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "recompute", "virtual_stages": "virtual_pipeline"}
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "mixed-fp16"),
@@ -124,31 +130,7 @@ class Megatron(StackOptions):
 
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
-        self._check_choices(
-            recompute=(None, *get_args(Recompute)),
-            recompute_method=(None, *get_args(RecomputeMethod)),
-            transformer_engine=(True, False),
-            masked_softmax_fusion=(True, False),
-            apex=(True, False),
-            tp_comm_overlap=(True, False),
-            overlap_grad_reduce=(True, False),
-            overlap_param_gather=(True, False),
-            async_tensor_model_parallel_allreduce=(True, False),
-            gradient_accumulation_fusion=(True, False),
-            bias_swiglu_fusion=(True, False),
-            apply_rope_fusion=(True, False),
-            overlap_p2p_communication=(True, False),
-            cuda_launch_blocking=(True, False),
-            cuda_graph_impl=(None, *get_args(CudaGraphs)),
-            accumulate_allreduce_grads_in_fp32=(None, True, False),
-            fp8_recipe=(None, *get_args(FP8Recipe)),
-            fp8_param_gather=(True, False),
-            expandable_segments=(True, False),
-            use_precision_aware_optimizer=(True, False),
-            distributed_fused_adam=(None, *get_args(FusedAdam)),
-            defer_embedding_wgrad_compute=(True, False),
-            cross_entropy_fusion_impl=(None, *get_args(FusedLoss)),
-        )
+        super().__post_init__()
         if (asked := self.moe_expert_capacity_factor) is not None:
             try:
                 capacity = float(asked)
@@ -244,6 +226,12 @@ class Megatron(StackOptions):
         }
 
     @property
+    def checks_losses(self) -> bool:
+        """Before backward (pretrain_gpt.py, loss_func), and gradients before it sends them (core/distributed/
+        param_and_grad_buffer.py, check_grads), and their norm; a CUDA graph of all passes has no such check."""
+        return self.cuda_graph_impl is None
+
+    @property
     def rotates_at_once(self) -> bool:
         """Whether one kernel rotates queries and keys: Transformer Engine's (transformer/transformer_config.py)."""
         return self.transformer_engine and self.apply_rope_fusion
@@ -263,6 +251,18 @@ class Megatron(StackOptions):
         """Whether gradients of a run in `dtype` are summed in fp32."""
         asked = self.accumulate_allreduce_grads_in_fp32
         return dtype == "bf16" if asked is None else asked
+
+    def overlap(self, run: Any) -> tuple[str, ...]:
+        """Return "data" with overlap_grad_reduce, and "tensor" for what tensor parallelism sends in backward."""
+        tensor = run.sequence_parallel or self.async_tensor_model_parallel_allreduce
+        return ("data",) * self.overlap_grad_reduce + ("tensor",) * tensor
+
+    def blocks_again(self, run: Any, layers: int) -> int:
+        """With recompute_method="block" the first recompute_num_layers of each virtual stage
+        (megatron/core/transformer/transformer_block.py, _checkpointed_forward)."""
+        if run.checkpointing != "full" or self.recompute_method != "block":
+            return layers
+        return run.virtual_stages * min(self.recompute_num_layers, layers // run.virtual_stages)
 
     def check_stages(self, stages: tuple[int, ...]) -> None:
         """Raise SpecError where stages of these numbers of layers cannot be cut into the virtual ones."""

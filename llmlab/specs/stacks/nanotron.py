@@ -26,21 +26,19 @@ class Nanotron(StackOptions):
     """
 
     name = "nanotron"
-    package = None
+    has_package = False
     families = ("llama",)
     ties_heads = True
-    own_names: ClassVar[Mapping[str, str]] = {}
+    fused_adamw = True  # torch_adam_is_fused
+    dtensors = False  # parallel/tensor_parallel/nn.py
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16",),
         "optimizer": ("adamw",),
         "checkpointing": (None, "full"),
         "attention": ("flash",),
-        "lora": (None,),
-        "quantization": (None,),
+        **dict.fromkeys(("lora", "quantization"), (None,)),
         "zero": (0, 1),
-        "cp": (1,),
-        "ep": (1,),
-        "dp_replicate": (1,),
+        **dict.fromkeys(("cp", "ep", "dp_replicate"), (1,)),
         "schedule": ("1f1b",),
         "virtual_stages": (1,),
         "loss_parallel": (True,),
@@ -55,18 +53,15 @@ class Nanotron(StackOptions):
     accumulate_grad_in_fp32: bool = True
     tp_recompute_allgather: bool = True
 
-    def __post_init__(self) -> None:
-        self._check_choices(accumulate_grad_in_fp32=(True, False), tp_recompute_allgather=(True, False))
-
-    @property
-    def fused_adamw(self) -> bool:
-        """Whether AdamW updates in place, without temporaries: torch_adam_is_fused."""
-        return True
-
     @property
     def sums_in_fp32(self) -> bool:
         """Whether each micro-batch's half gradients are added to a buffer in fp32."""
         return self.accumulate_grad_in_fp32
+
+    @property
+    def keeps_ddp(self) -> bool:
+        """Where it sums in half (src/nanotron/trainer.py, make_ddp)."""
+        return not self.accumulate_grad_in_fp32
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 weights, whose fp32 copy is stepped, and flash-attn's kernels, which its layers import."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...base.errors import SpecError
 from .options import StackOptions
+
+if TYPE_CHECKING:
+    from ..model import ModelSpec
 
 TitanAC = Literal["none", "full", "selective_op", "selective_layers"]
 Reshard = Literal["default", "always", "never"]
@@ -34,10 +37,16 @@ class Torchtitan(StackOptions):
     """
 
     name = "torchtitan"
-    package = "torchtitan"
     families = ("llama", "qwen3", "qwen3_moe")
     expandable_segments = True  # run_train.sh
+    own_experts = True  # models/llama4/infra/parallelize.py, apply_fsdp
+    lists_kernels = True  # cuDNN's, FlashAttention and the plain formula (models/attention.py)
+    second_products = True  # distributed/activation_checkpoint.py
+    torch_stages = True  # distributed/pipeline_parallel.py
     counts_ends = True
+    counts_rows = True
+    counts_hooks = True
+    chooses_zero = True
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "ac", "zero": "reshard_after_forward"}
     undescribed: ClassVar[Mapping[str, str]] = {
         "memory_budget": "torch's partitioner chooses what to recompute; give ac=",
@@ -52,10 +61,7 @@ class Torchtitan(StackOptions):
         "optimizer": ("adamw",),
         "attention": ("sdpa", "flash"),
         "loss_parallel": (True,),
-        "lora": (None,),
-        "quantization": (None,),
-        "offload": (None,),
-        "kernels": (None,),
+        **dict.fromkeys(("lora", "quantization", "offload", "kernels"), (None,)),
         "virtual_stages": (1, 2),
         "sync_each_batch": (True,),
         "reduce_dtype": ("fp32",),
@@ -75,6 +81,15 @@ class Torchtitan(StackOptions):
         """Whether AdamW updates in place, without temporaries."""
         return self.optimizer == "fused"
 
+    @property
+    def recomputes_one_in(self) -> int:
+        """With "selective_layers", the last of `every` (distributed/activation_checkpoint.py, _apply_layer_sac)."""
+        return self.every if self.ac == "selective_layers" else 0
+
+    def accumulates_in_fp32(self, dtype: str) -> bool:
+        """mixed_precision_reduce is float32."""
+        return True
+
     def own_head(self, run: Any) -> bool:
         """The final norm and the head are a unit, the embedding is another (infra/parallelize.py, apply_fsdp)."""
         return True
@@ -86,14 +101,7 @@ class Torchtitan(StackOptions):
 
     def __post_init__(self) -> None:
         self._check_counts("every")
-        self._check_choices(
-            ac=(None, *get_args(TitanAC)),
-            keeps_attention=(True, False),
-            reshard_after_forward=get_args(Reshard),
-            optimizer=get_args(TitanOptimizer),
-            norm_type=get_args(TitanNorm),
-            compile_loss=(True, False),
-        )
+        super().__post_init__()
 
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for DDP, for a precision that torchtitan does not have with these degrees (see `sets`), for
@@ -114,6 +122,20 @@ class Torchtitan(StackOptions):
         if pp > accumulation and given["schedule"] == "1f1b":
             raise SpecError(f"accumulation={accumulation} with pp={pp}: torch's 1F1B takes at least as many "
                             f"micro-batches as stages; give accumulation={pp}, or schedule='gpipe'")  # fmt: skip
+
+    def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
+        """Raise SpecError for a pipeline of Qwen3, and for heads that its classes cannot have or divide."""
+        if spec.family.startswith("qwen3") and run.pp > 1:
+            raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline for qwen3 "
+                            "(models/qwen3/__init__.py, pipelining_fn); give pp=1, or another stack")  # fmt: skip
+        if spec.family == "llama" and spec.query_width != spec.hidden:
+            raise SpecError(f"head_dim={spec.head_dim} with {spec.name}: torchtitan's Llama computes the head size as "
+                            f"hidden / heads = {spec.hidden // spec.heads} (models/llama3/model/model.py, Attention); "
+                            "give another stack")  # fmt: skip
+        if spec.kv_heads % run.tp:
+            raise SpecError(f"tp={run.tp} with {spec.name}: torchtitan gives each rank whole key/value heads, and the "
+                            f"model has {spec.kv_heads} (models/llama3/model/model.py, Attention); give a tp that "
+                            "divides them, or another stack")  # fmt: skip
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,

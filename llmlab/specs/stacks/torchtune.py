@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...base.errors import SpecError
 from .options import StackOptions
@@ -35,10 +35,14 @@ class Torchtune(StackOptions):
     """
 
     name = "torchtune"
-    package = "torchtune"
     families = ("llama",)
     ties_heads = True
     half_adapters = True
+    fused_adamw = True
+    torchao_nf4 = True  # modules/peft/lora.py
+    reshards_model = True  # training/_distributed.py, shard_model
+    loss_after_model = True  # recipes/full_finetune_distributed.py
+    counts_hooks = True
     own_names: ClassVar[Mapping[str, str]] = {
         "checkpointing": "enable_activation_checkpointing",
         "optimizer": "optimizer",
@@ -51,14 +55,8 @@ class Torchtune(StackOptions):
         "attention": ("sdpa",),
         "quantization": (None, "nf4"),
         "zero": (0, 2, 3),
-        "tp": (1,),
-        "pp": (1,),
-        "cp": (1,),
-        "ep": (1,),
-        "dp_replicate": (1,),
-        "offload": (None,),
-        "kernels": (None,),
-        "fp8": (None,),
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate"), (1,)),
+        **dict.fromkeys(("offload", "kernels", "fp8"), (None,)),
         "sync_each_batch": (True,),
         "reduce_dtype": ("fp32",),
     }
@@ -75,14 +73,7 @@ class Torchtune(StackOptions):
     def __post_init__(self) -> None:
         if self.num_output_chunks:
             self._check_counts("num_output_chunks")
-        self._check_choices(
-            enable_activation_checkpointing=(None, True, False),
-            enable_activation_offloading=(True, False),
-            optimizer=(None, *get_args(TuneOptimizer)),
-            optimizer_in_bwd=(None, True, False),
-            packed=(True, False),
-            fsdp_reshard_after_forward=(True, False),
-        )
+        super().__post_init__()
         layers = self.custom_sharded_layers
         if layers is None:
             return
@@ -90,11 +81,6 @@ class Torchtune(StackOptions):
         if layers and set(layers) != SHARDED_ALONE:
             raise SpecError(f"custom_sharded_layers={layers!r} is neither () nor ('tok_embeddings', 'output')")
         object.__setattr__(self, "custom_sharded_layers", layers)
-
-    @property
-    def fused_adamw(self) -> bool:
-        """Whether AdamW updates in place, without temporaries."""
-        return True
 
     def own_head(self, run: Any) -> bool:
         """Whether the head of `run` is a unit of FSDP2, and the embedding another; tied ones are none."""
@@ -133,7 +119,7 @@ class Torchtune(StackOptions):
                             "activations that a recomputed block keeps; give "
                             "enable_activation_checkpointing=True")  # fmt: skip
 
-    def check_model(self, spec: ModelSpec, run: Any) -> None:
+    def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
         """Raise SpecError where torchtune adapts nothing of attention (models/llama3/_component_builders.py,
         lora_llama3_self_attention), or torchao cannot quantize a linear of `spec`: its scales come in whole blocks."""
         attention = [linear.name for linear in spec.block_linears if linear.part == "attention"]

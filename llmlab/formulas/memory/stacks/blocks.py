@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....specs.stacks import StackOptions
+from ....specs.run import stack_of
 from ..share import Share
 from . import litgpt, megatron, nanotron, torchtitan, torchtune
 from .described import Block
@@ -16,6 +16,5 @@ DESCRIPTIONS = {
 def block_of(share: Share) -> Block | None:
     """Return the description of the run's stack; None for Hugging Face's classes, which DeepSpeed trains too, and whose
     description is code."""
-    stack = share.run.stack
-    described = DESCRIPTIONS.get(stack.name) if isinstance(stack, StackOptions) else None
+    described = DESCRIPTIONS.get(stack_of(share.run).name)
     return described(share) if described else None

@@ -32,9 +32,7 @@ LOSSES: dict[str | None, Loss] = {
 
 def block(share: Share) -> Block:
     """Return the description of the block that Megatron-LM trains."""
-    rows = _saved(share)
-    stack = share.run.stack
-    assert isinstance(stack, Megatron)
+    rows, stack = _saved(share), Megatron.of(share.run)
     made_again = {MODULES[module] for module in stack.recompute_modules}
     return Block(
         source="https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/transformer_layer.py",
@@ -59,8 +57,7 @@ def block(share: Share) -> Block:
 def fused_softmax(share: Share) -> bool:
     """Whether one kernel computes the softmax of unfused attention: Transformer Engine's, or Apex's, which takes
     certain shapes (fusions/fused_softmax.py, is_kernel_available)."""
-    run, stack = share.run, share.run.stack
-    assert isinstance(stack, Megatron)
+    run, stack = share.run, Megatron.of(share.run)
     shapes = 16 < run.seq_len <= 4096 and run.seq_len % 4 == 0 == run.micro_batch * (share.spec.heads // run.tp) % 4
     return stack.transformer_engine or (stack.apex and stack.masked_softmax_fusion and shapes)
 
@@ -76,8 +73,7 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     spec = share.spec
     statistics = 2 if spec.norm == "layernorm" else 1  # mean and 1/std, or 1/rms: TE module/layernorm_linear.py
     masks = 1 if spec.dropout else 0  # fusions/fused_bias_dropout.py
-    recipe, stack = share.run.fp8_recipe, share.run.stack
-    assert isinstance(stack, Megatron)
+    recipe, stack = share.run.fp8_recipe, Megatron.of(share.run)
     # transformer/mlp.py, glu: SiLU of one half, times the other with glu_linear_offset added
     unfused = spec.gated and not stack.bias_swiglu_fusion
     kept: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
@@ -122,8 +118,7 @@ def routed(share: Share) -> float:
     """Return how many experts' inputs a rank computes for each of its tokens, the experts equally loaded: with a
     capacity (--moe-expert-capacity-factor, --moe-pad-expert-input-to-capacity), padding among them; 1 without experts.
     """
-    stack, spec = share.run.stack, share.spec
-    assert isinstance(stack, Megatron)
+    stack, spec = Megatron.of(share.run), share.spec
     return spec.experts_per_token * (stack.moe_expert_capacity_factor or 1) if spec.experts else 1
 
 
@@ -143,8 +138,7 @@ def _routing(share: Share) -> tuple[Kept, ...]:
 
 
 def _attention(share: Share) -> tuple[Kept, ...]:
-    spec, run, stack = share.spec, share.run, share.run.stack
-    assert isinstance(stack, Megatron)
+    spec, run, stack = share.spec, share.run, Megatron.of(share.run)
     grouped, rotated = spec.kv_heads != spec.heads, not spec.learned_positions
     unfused, own = run.attention == "eager", not stack.transformer_engine
     # TE wants q, k and v as views of the product, or copies of all three (dot_product_attention/utils.py,

@@ -16,8 +16,7 @@ STREAM = Kept("gradient of the layer's output", "gradients", "h", "stream", "tok
 def block(share: Share) -> Block:
     """Return the description of the block that nanotron trains."""
     spec, run = share.spec, share.run
-    assert isinstance(run.stack, Nanotron)
-    again = run.stack.tp_recompute_allgather
+    again = Nanotron.of(run).tp_recompute_allgather
     given: Cut = "tokens" if again else "whole"
     # Queries are rotated in place, and where heads share no keys they are a view of all that qkv_proj returned; keys
     # and values are copied before that (CausalSelfAttention.forward; flash_attn/layers/rotary.py).

@@ -204,8 +204,7 @@ def _ring(share: Share) -> Height:
 def block(share: Share) -> Block:
     """Return the description of the block that torchtitan trains. Raises NotAvailable for a mixture of experts that is
     not described."""
-    stack, run, mixed = share.run.stack, share.run, share.spec.experts > 0
-    assert isinstance(stack, Torchtitan)
+    stack, run, mixed = Torchtitan.of(share.run), share.run, share.spec.experts > 0
     if mixed:
         _check_experts(share)
     saved: tuple[Kept, ...] = SAVED[:10] + experts.saved(share) if mixed else SAVED
@@ -245,7 +244,7 @@ def block(share: Share) -> Block:
     if run.cp > 1:
         backward += (_ring(share),)
     around = LLAMA
-    if getattr(stack, "norm_type", "") == "rmsnorm" and not run.compile:
+    if stack.norm_type == "rmsnorm" and not run.compile:
         saved, backward = _written_out(saved), (*backward, WRITTEN_OUT)
         around = LLAMA._replace(outside=_written_out(LLAMA.outside), norm_backward=(IN_FP32,))
     qwen = share.spec.family != "llama"
@@ -313,7 +312,7 @@ def _compiled(eager: Block, share: Share) -> Block:
         saved, selective = (*saved, gathered), (*selective, gathered, ROTATED)
         unmade = tuple(name for name in unmade if name != ROTATED.operator)
     # Of blocks one of which is recomputed the last is, which backward begins with.
-    every = getattr(run.stack, "ac", None) == "selective_layers"
+    every = Torchtitan.of(run).recomputes_one_in
     recomputes = "full" if every else run.checkpointing
     highest = COMPILED_BACKWARD[recomputes]
     if recomputes == "selective":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....specs.run import Training
+from ....specs.run import Training, stack_of
 from ....specs.stacks import Torchtune
 from ..segments import granted
 from ..share import Share, adapted
@@ -18,9 +18,7 @@ CHUNK = 1 << 20  # elements whose nearest codes are found at once (the same, qua
 
 def block(share: Share) -> Block:
     """Return the description of the block that torchtune trains."""
-    spec, run = share.spec, share.run
-    stack = run.stack
-    assert isinstance(stack, Torchtune)
+    spec, run, stack = share.spec, share.run, Torchtune.of(share.run)
     trained = run.lora is None
     names = {linear.name for linear in adapted(spec, run)}
     fused = run.compile  # training/_compile.py, compile_model: block by block, NF4Tensor's operators with it
@@ -138,7 +136,7 @@ def nf4tensor(size: int) -> tuple[int, ...]:
 
 def in_chunks(run: Training) -> bool:
     """Whether the head is called once for each of several chunks of its input."""
-    return isinstance(run.stack, Torchtune) and run.stack.num_output_chunks > 1
+    return stack_of(run).num_output_chunks > 1
 
 
 def _of(name: str, width: str, times: float = 1) -> Kept:

@@ -1,0 +1,1 @@
+"""What stacks of their own code do otherwise, each in the module of its name."""

@@ -1,0 +1,99 @@
+"""Megatron-LM's kernels, and what its host does in an update."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from ....specs.model import ModelSpec
+from ....specs.parameters import ROW_PARALLEL
+from ....specs.run import Training
+from ....specs.stacks import Megatron
+from ...again import module_again, whole_again
+from ...memory.share import Share
+from ...memory.stacks.megatron import fused_softmax
+from ..traffic import Pass, cast
+
+# As many operators take as long as what a step has beside micro-batches (85 to 155): reducing gradients, their norm and
+# its bounds, what ranks tell each other; and as each parameter, whose gradient is set to zero (0.15 to 0.27), and that
+# is updated by half weights' own optimizer (2.5 to 3.0) or the distributed one (3.2 to 4.0): lists of it for the norm,
+# for clipping and for Adam, and copies from its gradient and back to its half weight (benchmarks/megatron_host.py).
+STEPPED, CLEARED, MASTERED = 110, 0.2, {0: 2.6, 1: 3.5}
+# Operator by operator, of the width of the result. transformer/mlp.py: SiLU, the other half and an offset, a product;
+# backward two products, SiLU's, and a copy of both gradients. models/common/embeddings/rope_utils.py: two products, a
+# half of it negated, two copies and a sum; backward all but a copy, and the sum with the zeros of what is not rotated.
+UNFUSED_SWIGLU, UNFUSED_ROTATION = Pass(7, 13), Pass(12, 14)
+
+
+def block(share: Share) -> float:
+    """Return the bytes that Megatron-LM's kernels move for a micro-batch in a block, forward and backward
+    (megatron-core, transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
+
+        norm            one kernel: reads, writes; backward reads its input and a gradient, writes one
+        sums            bias, dropout and the stream are one (fusions/fused_bias_dropout.py), with a mask; backward of
+                        dropout reads a gradient and the mask, writes one; of the stream's two readers they are added
+        biases          backward sums gradients over all tokens, which reads them
+        activation      with its bias (fused_bias_gelu.py, fused_bias_swiglu.py): reads 1 or 2 f, writes f; backward
+                        reads as much and a gradient, writes as much; or `UNFUSED_SWIGLU`, and the sum with its bias
+        rotation        reads and writes queries and keys, backward too, or `UNFUSED_ROTATION`; then their gradients and
+                        the values' are put together, which Transformer Engine's attention need not where nothing is
+                        rotated
+        eager attention's scores        as `softmax` says, and their sum with the values put in order
+    """
+    spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
+    stack, Q, K = Megatron.of(run), spec.query_width, spec.key_width
+    dropped = Pass(1, 2 * c + 1) if spec.dropout else Pass(0, 0)
+    norms = spec.norms_per_layer
+    biased = [each for each in spec.block_linears if each.bias]
+    rows, columns = (
+        c * sum(each.outputs * each.count for each in biased if (each.name in ROW_PARALLEL) is row) / spec.layers
+        for row in (True, False)
+    )
+    width, turned = spec.token_mlp_width * c, c * (Q + K)
+    inputs = 2 if spec.gated else 1
+    activated = Pass((inputs + 1) * width, (2 * inputs + 1) * width)
+    if spec.gated and not stack.bias_swiglu_fusion:
+        biases = 2 * inputs if spec.mlp_bias else 0
+        activated = Pass((UNFUSED_SWIGLU.forward + biases) * width, UNFUSED_SWIGLU.backward * width)
+    each = Pass(0, 0) if spec.learned_positions else Pass(2, 2) if stack.rotates_at_once else UNFUSED_ROTATION
+    joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
+    forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
+    backward = spec.hidden * (norms * (2 * r + c) + 2 * (3 * r + dropped.backward)) + rows
+    divided = run.tp if run.sequence_parallel else 1
+    forward = forward / divided + (each.forward * turned + activated.forward) / run.tp
+    backward = backward / divided + (each.backward * turned + joined + activated.backward + columns) / run.tp
+    again = whole_again(spec, run)
+    repeated, scores = again * forward, 0.0
+    if module_again(run, "mlp"):
+        repeated = activated.forward / run.tp
+    if module_again(run, "core_attn"):
+        again = 1.0
+    if share.kernel == "eager":
+        one = softmax(share)
+        scores = ((one.forward + 2 * c * Q) * (1 + again) + one.backward) / run.tp
+    return T * (forward + repeated + backward + scores)
+
+
+def softmax(share: Share) -> Pass:
+    """Return the bytes per token of Megatron-LM's softmax and dropout of scores: one kernel with scale and mask, in
+    half (fusions/fused_softmax.py), or mask and softmax in fp32, one after the other."""
+    c, S = share.attention_bytes, share.spec.heads * share.run.seq_len
+    dropped = 2 * c + 1 if share.spec.attention_dropout else 0
+    forward, backward = (2 * c, 3 * c) if fused_softmax(share) else (2 * cast(c, 4) + 16, 2 * cast(c, 4) + 32)
+    return Pass((forward + dropped) * S, (backward + dropped) * S)
+
+
+def update(spec: ModelSpec, run: Training, tensors: float) -> float:
+    """Return as many operators as take as long as what a step has beside its passes, with so many trained `tensors`."""
+    return STEPPED + CLEARED * tensors / run.pp + MASTERED[run.zero] * mastered(spec, run, tensors)
+
+
+def mastered(spec: ModelSpec, run: Training, tensors: float) -> float:
+    """Return how many of the trained `tensors` a rank updates: all of its own, or with the distributed optimizer those
+    in its share of each bucket of gradients, at least a part of one. Buckets have 40 million numbers, or a million for
+    each rank, and are one where their reduction is not overlapped (core/distributed/distributed_data_parallel.py)."""
+    held, ranks = tensors / run.pp, run.dp * run.cp
+    if not run.zero:
+        return held
+    size = max(40e6, 1e6 * ranks)
+    buckets = ceil(spec.parameters / run.tp / run.pp / size) if Megatron.of(run).overlap_grad_reduce else 1
+    return min(held, held / ranks + buckets)

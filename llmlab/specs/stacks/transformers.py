@@ -1,0 +1,20 @@
+"""transformers' classes, whose options are the run's own fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .options import StackOptions
+
+
+@dataclass(frozen=True, repr=False)
+class Transformers(StackOptions):
+    """What the name "transformers" stands for: its classes, in llmlab's own steps (step), with torch's engines, or with
+    DeepSpeed's by the fields `zero` and `offload`. It has no options."""
+
+    name = "transformers"
+    has_package = False
+    own_program = False
+    own_model = False
+    ties_heads = True
+    reshards_model = True  # fully_shard of the whole model, which returns the loss
