@@ -2,6 +2,7 @@
 
     python benchmarks/traces.py --out benchmarks/results           # 56 families, six draws each: an hour
     python benchmarks/traces.py --family olmo2 --family gpt_oss    # these alone
+    python benchmarks/traces.py --kept _build/traces.jsonl         # go on where an earlier run was interrupted
 
 Each draw is a config of a family with the widths of its class and few layers, a batch, a length and options.
 `lab.estimate` derives its formulas at other sizes than those of the draw; `lab.simulate` runs the draw itself. Peaks
@@ -10,6 +11,7 @@ and seconds are compared.
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -135,13 +137,22 @@ def report(cases: Sequence[Case]) -> str:
 @click.command(help="Compare derived formulas with simulations.")
 @click.option("--family", "chosen", multiple=True, type=click.Choice(sorted(families())), help="Repeatable.")
 @click.option("--draws", default=6, show_default=True)
+@click.option("--kept", type=click.Path(dir_okay=False, path_type=Path), help="Keep finished draws here, and go on.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write traces.md into this folder.")
-def main(chosen: tuple[str, ...], draws: int, out: Path | None) -> None:
-    cases = []
+def main(chosen: tuple[str, ...], draws: int, kept: Path | None, out: Path | None) -> None:
+    done = {}
+    if kept and kept.exists():
+        for line in kept.read_text(encoding="utf-8").splitlines():
+            family, number, *values = json.loads(line)
+            done[family, number] = Case(family, *values)
+    wanted = list(product(chosen or FAMILIES, range(draws)))
     with TemporaryDirectory() as cache, mock.patch.dict("os.environ", LLMLAB_CACHE=cache):
-        for family, number in track(list(product(chosen or FAMILIES, range(draws))), "draws"):
-            cases.append(case(family, random.Random(f"{family} {number}")))
-    text = report(cases)
+        for family, number in track([key for key in wanted if key not in done], "draws"):
+            done[family, number] = case(family, random.Random(f"{family} {number}"))
+            if kept:
+                with kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([family, number, *done[family, number][1:]]) + "\n")
+    text = report([done[key] for key in wanted])
     print(text)
     if out:
         write(out / "traces.md", text)
