@@ -106,10 +106,9 @@ def draw_roofline(kernels: Mapping[str, Work], roofs: Mapping[str, tuple[float, 
         size = 30 + 500 * work.seconds / total
         ax.scatter([x], [y], [size], color=COMPUTE if x > ridge else MEMORY, edgecolor=INK, linewidth=0.5, zorder=3)
         gap = 4 + size**0.5 / 2  # points from the middle of a dot to its name
-        offset, place = (gap, -4), {"ha": "left", "va": "center"}
-        if x > ridge:
-            offset, place = (0, gap), {"ha": "center", "va": "bottom"}
-        ax.annotate(name, (x, y), offset, textcoords="offset points", size=9, **place)
+        beside = x < ridge
+        ax.annotate(name, (x, y), (gap, -4) if beside else (0, gap), textcoords="offset points", size=9,
+                    ha="left" if beside else "center", va="center" if beside else "bottom")  # fmt: skip
         words.append(f"{name} {x:.3g} FLOP per byte, {y / 1e12:.2g} TFLOP/s")
     ax.axvline(ridge, color=FAINT, linewidth=1, zorder=0)
     ax.text(ridge * 0.93, 2e9, f"ridge: {ridge:.0f}", rotation=90, ha="right", va="bottom", color=MUTED, size=9)
