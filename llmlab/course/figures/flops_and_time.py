@@ -105,9 +105,9 @@ def draw_roofline(kernels: Mapping[str, Work], roofs: Mapping[str, tuple[float, 
         x, y = work.flop / work.moved, work.flop / work.seconds
         size = 30 + 500 * work.seconds / total
         ax.scatter([x], [y], [size], color=COMPUTE if x > ridge else MEMORY, edgecolor=INK, linewidth=0.5, zorder=3)
-        gap = 4 + size**0.5 / 2  # points from the middle of a dot to its name
+        gap = 1 + size**0.5 / 2  # points from the middle of a dot to its name
         beside = x < ridge
-        ax.annotate(name, (x, y), (gap, -4) if beside else (0, gap), textcoords="offset points", size=9,
+        ax.annotate(name, (x, y), (gap + 3, -4) if beside else (0, gap), textcoords="offset points", size=9,
                     ha="left" if beside else "center", va="center" if beside else "bottom")  # fmt: skip
         words.append(f"{name} {x:.3g} FLOP per byte, {y / 1e12:.2g} TFLOP/s")
     ax.axvline(ridge, color=FAINT, linewidth=1, zorder=0)
