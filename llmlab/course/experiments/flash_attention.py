@@ -55,16 +55,20 @@ def compiled_tiles(head_size: int = 64) -> list[TileCost]:
 
     Returns an empty list where Triton cannot be installed (macOS, Windows).
     """
-    wanted: list[tuple[Any, ...]] = []
+    wanted: list[tuple[str, int, int, int, int, bool]] = []
     jobs: list[tuple[Any, ...]] = []
     for gpu, arch, stages in (("A100", 80, 1), ("H100", 90, 2)):  # on an A100, two stages spill more
-        for keys, queries, *how in ((64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, stages)):
-            sizes, options = {"M": queries, "N": keys}, dict(zip(("num_warps", "num_stages"), how, strict=True))
+        for keys, queries, warps, depth in ((64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, stages)):
+            sizes, options = {"M": queries, "N": keys}, {"num_warps": warps, "num_stages": depth}
             chosen = tiles_for(head_size, 2, divmod(arch, 10), backward=True) == {**sizes, **options}
             constants = {"CAUSAL": True, "D": head_size, "WIDTH": head_size, **sizes}
-            wanted.append((gpu, keys, queries, *how, chosen))
+            wanted.append((gpu, keys, queries, warps, depth, chosen))
             jobs.append(("attention", "keys_kernel", "bf16", constants, options, arch))
     if not triton:
         return []
     results = ptx.in_its_own_process("compile_kernel", jobs)
-    return [TileCost(*tile, int(result[-3]), int(result[-2])) for tile, result in zip(wanted, results, strict=True)]
+    costs = []
+    for (gpu, keys, queries, warps, depth, chosen), result in zip(wanted, results, strict=True):
+        registers, spilled = int(result[-3]), int(result[-2])
+        costs.append(TileCost(gpu, keys, queries, warps, depth, chosen, registers, spilled))
+    return costs

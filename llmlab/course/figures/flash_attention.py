@@ -73,14 +73,14 @@ def draw_tile_loop() -> Picture:
         picture,
         "One program of the forward pass. It keeps M queries and, for each of them, the maximum m, the sum l and the "
         "output o. For each tile of keys and values it computes M by M scores s, the new maximum m', and "
-        "p = exp(s - m'), and corrects l and o by exp(m - m'). After the last tile it writes o / l and lse = m + log l. "
-        "The tiles s and p never reach the memory of the GPU.",
+        "p = exp(s - m'), and corrects l and o by exp(m - m'). After the last tile it writes o / l and "
+        "lse = m + log l. The tiles s and p never reach the memory of the GPU.",
     )
 
 
 @styled()
 def draw_causal_tiles(rows: int, tile: int) -> Picture:
-    """Draw a matrix of `rows` × `rows` tiles of `tile` × `tile` scores: which of them a causal mask lets a kernel skip."""
+    """Draw `rows` × `rows` tiles of `tile` × `tile` scores, and which of them a kernel with a causal mask skips."""
     picture, (ax,) = new_picture(3.7, width=4.6)
     kind = [[(i > j) + (i >= j) for j in range(rows)] for i in range(rows)]  # the place in TILES
     ax.pcolormesh(kind, cmap=ListedColormap(list(TILES.values())), edgecolors=INK, linewidth=0.6)
@@ -116,13 +116,13 @@ def draw_backward() -> Picture:
     return finished(
         picture,
         "The forward pass saves q, k, v and the output, S by d each, and lse, one number per row. Scores and "
-        "probabilities, S by S, are never in memory. The backward pass recomputes tiles of p from q, k and lse, computes "
-        "delta from the output and its gradient, and ds from both.",
+        "probabilities, S by S, are never in memory. The backward pass recomputes tiles of p from q, k and lse, "
+        "computes delta from the output and its gradient, and ds from both.",
     )
 
 
 def draw_steps(reports: Mapping[str, Report]) -> Picture:
-    """Draw the estimated seconds of an update as one bar per report: matmuls with attention, other kernels, optimizer."""
+    """Draw the estimated seconds of an update, one bar per report: matmuls and attention, other kernels, optimizer."""
     picture, ax = sketch(34 + 56 * len(reports))
     scale = 376 / max(report.step_seconds or 0 for report in reports.values())
     for place, (kind, color) in enumerate(PARTS.items()):
@@ -134,6 +134,7 @@ def draw_steps(reports: Mapping[str, Report]) -> Picture:
         seconds = (time["products"] + time["attention"], time["elementwise"], time["optimizer"])
         parts = " + ".join(f"{value:.2f}" for value in seconds)
         label(ax, 12, y, f"{name}: {parts} = {report.step_seconds:.2f} s", weight="bold")
-        strip(ax, 12, y + 10, [(value, "", color) for value, color in zip(seconds, PARTS.values(), strict=True)], scale, 22)
+        pieces = [(value, "", color) for value, color in zip(seconds, PARTS.values(), strict=True)]
+        strip(ax, 12, y + 10, pieces, scale, 22)
         words.append(f"{name}: {parts} = {report.step_seconds:.2f} s")
     return finished(picture, f"Seconds of an update: {' + '.join(PARTS)}. {'; '.join(words)}.")

@@ -69,7 +69,7 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> 
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, tile: int = 64) -> Tensor:
-    """Return softmax(q·kᵀ / √d)·v with the shape of q, for q (B, a, S, d), k and v (B, k, S, d), in tiles of `tile` rows.
+    """Return softmax(q·kᵀ / √d)·v for q (B, a, S, d), k and v (B, k, S, d), computed in tiles of `tile` rows.
 
     For the backward pass it saves q, k, v, the output and one log-sum-exp per row, so its memory is O(S). Its FLOPs are
     O(S²), as before. Raises SpecError for shapes, dtypes or tiles that do not fit.
@@ -126,7 +126,7 @@ def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     causal: bool, tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk and dv in the dtypes of q, k and v. The probabilities are exp(s − lse), without a maximum or a sum."""
+    """Return dq, dk and dv in the dtypes of q, k and v. Each probability is exp(s − lse), without a maximum or a sum."""
     (q_BkgSd, k_BkSd, v_BkSd), scale = by_group(q, k, v), 1 / math.sqrt(q.shape[-1])
     out_BkgSd, dout_BkgSd = by_group(out, k, v)[0], by_group(dout, k, v)[0]
     lse_BkgS = lse.view(q_BkgSd.shape[:-1])
