@@ -126,7 +126,7 @@ def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     causal: bool, tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk and dv in the dtypes of q, k and v. Each probability is exp(s − lse), without a maximum or a sum."""
+    """Return dq, dk and dv in the dtypes of q, k and v. Each probability is exp(s − lse), without maximum or sum."""
     (q_BkgSd, k_BkSd, v_BkSd), scale = by_group(q, k, v), 1 / math.sqrt(q.shape[-1])
     out_BkgSd, dout_BkgSd = by_group(out, k, v)[0], by_group(dout, k, v)[0]
     lse_BkgS = lse.view(q_BkgSd.shape[:-1])

@@ -1,8 +1,8 @@
 """Bytes that attention moves per head between the memory of the GPU and its multiprocessors.
 
 Standard attention is algorithms 0 and 3 of FlashAttention (Dao et al., arXiv 2205.14135). Its scores pass through
-memory from one kernel to the next. Attention in tiles is FlashAttention-2 (arXiv 2307.08691): a program keeps one tile of
-queries and reads all keys and values. In the backward pass, one kernel does the same, and another keeps a tile of keys
+memory from one kernel to the next. Attention in tiles is FlashAttention-2 (arXiv 2307.08691). A program keeps one tile
+of queries and reads all keys and values. In the backward pass, one kernel does the same, and another keeps a tile of keys
 and reads all queries. Reads that the L2 cache serves do not reach memory, so a real kernel moves between
 `least_traffic` and `flash_traffic`.
 
@@ -29,7 +29,7 @@ def standard_traffic(S: int, d: int, b: int = 2) -> Traffic:
     """Return the bytes of standard attention, with softmax as one kernel and without scale, mask and dropout.
 
     The forward pass writes and reads the scores, and writes and reads the probabilities: 4·S² values. The backward pass
-    reads the probabilities twice, writes and reads their gradient dP, and writes dS and reads it twice: 7·S² values.
+    reads the probabilities twice, writes and reads their gradient dP, and writes ds and reads it twice: 7·S² values.
     """
     check_counts(S=S, d=d, b=b)
     return Traffic(4 * S * d * b + 4 * S * S * b, 8 * S * d * b + 7 * S * S * b)
