@@ -2,8 +2,8 @@
 
 Standard attention is algorithms 0 and 3 of FlashAttention (Dao et al., arXiv 2205.14135). Its scores pass through
 memory from one kernel to the next. Attention in tiles is FlashAttention-2 (arXiv 2307.08691). A program keeps one tile
-of queries and reads all keys and values. In the backward pass, one kernel does the same, and another keeps a tile of keys
-and reads all queries. Reads that the L2 cache serves do not reach memory, so a real kernel moves between
+of queries and reads all keys and values. In the backward pass, one kernel does the same, and another keeps a tile of
+keys and reads all queries. Reads that the L2 cache serves do not reach memory, so a real kernel moves between
 `least_traffic` and `flash_traffic`.
 
     S  tokens per sequence    d  head size    b  bytes per value    M  rows of a tile
