@@ -19,10 +19,10 @@ from llmlab.simulation.simulator import simulator
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device must not be mistaken for one")
 
 
-def kernels(step, T, D):
+def kernels(step, S, d):
     """(backward, bytes) of each kernel of a head's attention on a simulated A100, by operator."""
     with simulator("A100-80GB") as sim:
-        q, k, v = (torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(1, S, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         with sim.operators() as seen:
             out = step(q, k, v)
             out.backward(torch.empty_like(out))
@@ -30,35 +30,35 @@ def kernels(step, T, D):
 
 
 def test_standard_attention_is_two_products_and_a_softmax_and_backward_four_and_one():
-    T, D, b = 1024, 64, 2
-    seen = kernels(lambda q, k, v: torch.softmax(torch.bmm(q, k.mT), -1) @ v, T, D)
-    counted = standard_traffic(T, D, b)
+    S, d, b = 1024, 64, 2
+    seen = kernels(lambda q, k, v: torch.softmax(torch.bmm(q, k.mT), -1) @ v, S, d)
+    counted = standard_traffic(S, d, b)
     assert sum(moved for _, backward, moved in seen if not backward) == counted.forward
     # PyTorch's softmax backward first makes grad × output, a kernel of its own: two readings and a writing more.
-    extra = 3 * T * T * b
+    extra = 3 * S * S * b
     copied = [moved for name, _, moved in seen if name == "aten::copy_"]  # the gradient of kᵀ, written as k's
-    assert copied == [2 * T * D * b]
+    assert copied == [2 * S * d * b]
     assert sum(moved for _, backward, moved in seen if backward) == counted.backward + extra + sum(copied)
 
 
 def test_the_least_is_each_tensor_once():
-    T, D = 1024, 64
+    S, d = 1024, 64
     with simulator("A100-80GB") as sim:
-        q, k, v = (torch.randn(1, 1, T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(1, 1, S, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         with sim.operators() as seen:
             out = F.scaled_dot_product_attention(q, k, v)
             out.backward(torch.empty_like(out))
     forward, backward = (sum(kernel.bytes for kernel in seen if kernel.backward == when) for when in (False, True))
     state = 16  # the random number generator's
-    assert forward - least_traffic(T, D).forward in range(2 * state + 1)
-    assert backward - least_traffic(T, D).backward in range(2 * state + 1)
+    assert forward - least_traffic(S, d).forward in range(2 * state + 1)
+    assert backward - least_traffic(S, d).backward in range(2 * state + 1)
 
 
 @settings(max_examples=25)
-@given(T=st.integers(1, 100), M=st.integers(7, 120), causal=st.booleans())
-def test_tiles_read_what_the_loops_read(T, M, causal):
+@given(S=st.integers(1, 100), M=st.integers(7, 120), causal=st.booleans())
+def test_tiles_read_what_the_loops_read(S, M, causal):
     """`masked` is called once for each tile of scores, with its rows and columns: from these follow all readings."""
-    D, b = 4, 8
+    d, b = 4, 8
     tiles = []
     keep = flash_attention.masked
 
@@ -66,7 +66,7 @@ def test_tiles_read_what_the_loops_read(T, M, causal):
         tiles.append((rows.stop - rows.start, columns.stop - columns.start))
         return keep(scores, rows, columns, is_causal)
 
-    q, k, v = (torch.randn(1, 1, T, D, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(1, 1, S, d, dtype=torch.float64) for _ in range(3))
     flash_attention.masked = noting
     try:
         out, lse = flash_attention.flash_forward(q, k, v, causal, M)
@@ -76,11 +76,11 @@ def test_tiles_read_what_the_loops_read(T, M, causal):
         queries_backward = sum(rows for rows, _ in tiles)
     finally:
         flash_attention.masked = keep
-    counted = flash_traffic(T, D, b, M, causal)
-    assert counted.forward == 2 * T * D * b + STATISTIC * T + 2 * D * b * keys_forward
-    sums = 2 * T * D * b + STATISTIC * T
-    keys = 4 * T * D * b + (2 * D * b + 2 * STATISTIC) * queries_backward
-    queries = 3 * T * D * b + 2 * STATISTIC * T + 2 * D * b * keys_forward
+    counted = flash_traffic(S, d, b, M, causal)
+    assert counted.forward == 2 * S * d * b + STATISTIC * S + 2 * d * b * keys_forward
+    sums = 2 * S * d * b + STATISTIC * S
+    keys = 4 * S * d * b + (2 * d * b + 2 * STATISTIC) * queries_backward
+    queries = 3 * S * d * b + 2 * STATISTIC * S + 2 * d * b * keys_forward
     assert counted.backward == sums + keys + queries
 
 
@@ -97,7 +97,7 @@ def test_larger_tiles_move_less_and_causal_ones_half():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: standard_traffic(0, 64), "T=0 is not a whole number"),
+        (lambda: standard_traffic(0, 64), "S=0 is not a whole number"),
         (lambda: flash_traffic(64, 64, M=0), "M=0 is not a whole number"),
     ],
 )

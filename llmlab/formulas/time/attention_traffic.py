@@ -1,12 +1,12 @@
-"""Bytes that attention moves per head between a card's memory and its multiprocessors: standard, and in tiles.
+"""Bytes that attention moves per head between the memory of the GPU and its multiprocessors.
 
-Standard attention is algorithms 0 and 3 of FlashAttention (Dao et al., arXiv 2205.14135), whose scores pass through
-memory from one kernel to the next. The tiles are FlashAttention-2's (arXiv 2307.08691): a program keeps one tile of
-queries and reads all keys and values; in backward it does so once more, and once the other way around. What a program
-finds in the second-level cache does not come from memory: the bytes moved lie between `least_traffic` and
-`flash_traffic`.
+Standard attention is algorithms 0 and 3 of FlashAttention (Dao et al., arXiv 2205.14135). Its scores pass through
+memory from one kernel to the next. Attention in tiles is FlashAttention-2 (arXiv 2307.08691). A program keeps one tile
+of queries and reads all keys and values. In the backward pass, one kernel does the same, and another keeps a tile of
+keys and reads all queries. Reads that the L2 cache serves do not reach memory, so a real kernel moves between
+`least_traffic` and `flash_traffic`.
 
-    T  tokens    D  head size    b  bytes of a value    M  rows of a tile
+    S  tokens per sequence    d  head size    b  bytes per value    M  rows of a tile
 """
 
 from __future__ import annotations
@@ -15,47 +15,48 @@ from typing import NamedTuple
 
 from ...base.errors import check_counts
 
-STATISTIC = 4  # bytes of a logsumexp, and of backward's row sum: fp32
+STATISTIC = 4  # bytes of a log-sum-exp, and of a row sum in the backward pass: fp32
 
 
 class Traffic(NamedTuple):
-    """Bytes read and written by a head's forward and by its backward pass."""
+    """Bytes that one head reads and writes in its forward and in its backward pass."""
 
     forward: int
     backward: int
 
 
-def standard_traffic(T: int, D: int, b: int = 2) -> Traffic:
-    """Return the bytes of standard attention whose softmax is one kernel, without scale, mask and dropout.
+def standard_traffic(S: int, d: int, b: int = 2) -> Traffic:
+    """Return the bytes of standard attention, with softmax as one kernel and without scale, mask and dropout.
 
-    Forward writes the scores, reads them, writes the probabilities and reads these: 4·T². Backward reads the
-    probabilities twice, writes dP, reads it, writes dS and reads that twice: 7·T².
+    The forward pass writes and reads the scores, and writes and reads the probabilities: 4·S² values. The backward pass
+    reads the probabilities twice, writes and reads their gradient dP, and writes ds and reads it twice: 7·S² values.
     """
-    check_counts(T=T, D=D, b=b)
-    return Traffic(4 * T * D * b + 4 * T * T * b, 8 * T * D * b + 7 * T * T * b)
+    check_counts(S=S, d=d, b=b)
+    return Traffic(4 * S * d * b + 4 * S * S * b, 8 * S * d * b + 7 * S * S * b)
 
 
-def least_traffic(T: int, D: int, b: int = 2) -> Traffic:
-    """Return the bytes of q, k, v and the output, of their gradients and of logsumexp, each moved once."""
-    check_counts(T=T, D=D, b=b)
-    return Traffic(4 * T * D * b + STATISTIC * T, 8 * T * D * b + STATISTIC * T)
+def least_traffic(S: int, d: int, b: int = 2) -> Traffic:
+    """Return the bytes of q, k, v, the output, their gradients and the log-sum-exp, if each moves exactly once."""
+    check_counts(S=S, d=d, b=b)
+    return Traffic(4 * S * d * b + STATISTIC * S, 8 * S * d * b + STATISTIC * S)
 
 
-def flash_traffic(T: int, D: int, b: int = 2, M: int = 64, causal: bool = False) -> Traffic:
+def flash_traffic(S: int, d: int, b: int = 2, M: int = 64, causal: bool = False) -> Traffic:
     """Return the bytes that the programs of rung 4 in llmlab/course/kernels/ladder/attention.py read and write.
 
-    Forward: T/M tiles of queries, each of which reads k and v. Backward: the row sums; dk and dv, T/M tiles of keys
-    that read q, dout and both statistics; dq, T/M tiles of queries that read k and v.
+    In the forward pass, each of S/M tiles of queries reads k and v. The backward pass has three kernels. One computes
+    the row sums. One computes dk and dv: each of S/M tiles of keys reads q, dout and two statistics per row. One
+    computes dq: each of S/M tiles of queries reads k and v.
     """
-    check_counts(T=T, D=D, b=b, M=M)
-    # Rows read by all tiles together; a causal tile of queries reads up to its last key, one of keys from its first
-    # query on.
-    whole = range(0, T, M)
-    keys = sum(min(first + M, T) for first in whole) if causal else T * len(whole)
-    queries = sum(T - first for first in whole) if causal else T * len(whole)
-    own = T * D * b
-    forward = 2 * own + STATISTIC * T + 2 * D * b * keys
-    sums = 2 * own + STATISTIC * T
-    backward_keys = 4 * own + (2 * D * b + 2 * STATISTIC) * queries
-    backward_queries = 3 * own + 2 * STATISTIC * T + 2 * D * b * keys
+    check_counts(S=S, d=d, b=b, M=M)
+    # Rows that all tiles together read. With a causal mask, a tile of queries reads the keys up to its last query, and
+    # a tile of keys reads the queries from its first key to the end.
+    whole = range(0, S, M)
+    keys = sum(min(first + M, S) for first in whole) if causal else S * len(whole)
+    queries = sum(S - first for first in whole) if causal else S * len(whole)
+    own = S * d * b
+    forward = 2 * own + STATISTIC * S + 2 * d * b * keys
+    sums = 2 * own + STATISTIC * S
+    backward_keys = 4 * own + (2 * d * b + 2 * STATISTIC) * queries
+    backward_queries = 3 * own + 2 * STATISTIC * S + 2 * d * b * keys
     return Traffic(forward, sums + backward_keys + backward_queries)

@@ -150,8 +150,8 @@ def test_torch_says_which_backend_it_takes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v: (q[:, :3], k, v), "3 query heads cannot share 2 key heads; K must divide H"),
-        (lambda q, k, v: (q, k, v[..., :2]), r"give q \(B, H, T, D\), k and v \(B, K, T, D\)"),
+        (lambda q, k, v: (q[:, :3], k, v), "3 query heads cannot share 2 key heads; k must divide a"),
+        (lambda q, k, v: (q, k, v[..., :2]), r"give q \(B, a, S, d\), k and v \(B, k, S, d\)"),
         (lambda q, k, v: (q, k.float(), v), "give one floating-point dtype"),
     ],
 )
