@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
 from ...base.units import GiB
 from ...formulas.verdict import Verdict
-from ...plots.canvas import FAINT, INK, MUTED, PALETTE, WHITE, Picture
+from ...plots.canvas import COLORS, FAINT, INK, MUTED, PALETTE, WHITE, Picture
 from ...plots.schematic import box, finished, label, sketch, strip
 from ...report import Report
 from ..techniques.caching_allocator import Block, MiB
@@ -17,6 +17,7 @@ from ..techniques.caching_allocator import Block, MiB
 USED, ASKED, CONTEXT = PALETTE[0], PALETTE[1], PALETTE[7]
 LEFT, WIDTH = 12, 376  # pixels
 Segments = Sequence[Sequence[Block]]
+Snapshot = Mapping[str, Any]  # of torch.cuda.memory._snapshot
 
 
 class Fragmented(NamedTuple):
@@ -121,6 +122,45 @@ def draw_verdicts(verdicts: Mapping[str, tuple[Verdict, int]]) -> Picture:
         ax.plot((x, x), (y + 7, y + 37), color=INK, linewidth=2.5, zorder=5)
         words.append(f"{gpu}: {least:.1f} to {most:.1f} GiB needed, {limit:.1f} GiB there, {verdict.outcome}")
     return finished(picture, f"Verdicts. {'; '.join(words)}.")
+
+
+def draw_largest_segments(snapshots: Mapping[str, Snapshot], size: int) -> Picture:
+    """Return the segments of `size` bytes in each snapshot of a step: logits, AdamW's moments, activations, free.
+
+    A block as large as its segment is a tensor of logits, and zeros_like allocates the moments.
+    """
+    rows = {title: [_owners(segment, snapshot) for segment in snapshot["segments"] if segment["total_size"] == size]
+            for title, snapshot in snapshots.items()}  # fmt: skip
+    picture, ax = sketch(30 + sum(28 + 28 * len(segments) for segments in rows.values()))
+    for number, (part, name) in enumerate((("logits", "logits"), ("optimizer", "moments"),
+                                           ("activations", "activations"), ("", "free"))):  # fmt: skip
+        box(ax, LEFT + 96 * number, 8, 12, 12, "", COLORS[part] if part else WHITE)
+        label(ax, LEFT + 17 + 96 * number, 14, name)
+    y, words = 42, []
+    for title, segments in rows.items():
+        label(ax, LEFT, y, title, weight="bold")
+        in_use = []
+        for number, blocks in enumerate(segments):
+            top = y + 12 + 28 * number
+            strip(ax, LEFT, top, [(of, "", COLORS[part] if part else WHITE) for of, part in blocks], 280 / size, 20)
+            in_use.append(f"{sum(of for of, part in blocks if part) / MiB:,.0f} MiB")
+            label(ax, LEFT + 288, top + 10, f"{in_use[-1]} used")
+        y += 28 + 28 * len(segments)
+        words.append(f"{title}: {', '.join(in_use)} used")
+    return finished(picture, f"Segments of {size / MiB:,.0f} MiB. {'; '.join(words)}.")
+
+
+def _owners(segment: Mapping[str, Any], snapshot: Snapshot) -> list[tuple[int, str]]:
+    """Return the bytes of each block of a segment, and the part of the step that uses it: "" for a free block."""
+    operators = {event["addr"]: event["frames"][0]["name"] for event in snapshot["device_traces"][0]
+                 if event["action"] == "alloc"}  # fmt: skip
+    address, owners = segment["address"], []
+    for block in segment["blocks"]:
+        moment = operators.get(address) == "aten.zeros_like.default"
+        part = "logits" if block["size"] == segment["total_size"] else "optimizer" if moment else "activations"
+        owners.append((block["size"], "" if block["state"] == "inactive" else part))
+        address += block["size"]
+    return owners
 
 
 def _draw_blocks(ax: Axes, x: float, y: float, segment: Sequence[Block], scale: float) -> float:
