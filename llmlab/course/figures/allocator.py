@@ -76,7 +76,7 @@ def draw_requests(cases: Mapping[str, Segments]) -> Picture:
         _draw_blocks(ax, LEFT, 26 + 56 * row, segment, 340 / size if size <= 2 else 16)
         used = sum(block.size for block in segment if not block.free) / MiB
         words.append(f"{title}: {used:.3g} of {size:.3g} MiB allocated")
-    return finished(picture, f"Segments for requests on a fresh GPU, blue allocated and white free. {'; '.join(words)}.")
+    return finished(picture, f"Segments on a fresh GPU, allocated blocks blue and free ones white. {'; '.join(words)}.")
 
 
 def draw_fragmentation(patterns: Mapping[str, Fragmented]) -> Picture:
@@ -86,7 +86,7 @@ def draw_fragmentation(patterns: Mapping[str, Fragmented]) -> Picture:
     picture, ax = sketch(height * len(patterns))
     words = []
     for row, (name, (segments, request, outcomes)) in enumerate(patterns.items()):
-        y, x = 14 + height * row, LEFT
+        y, x = 14 + height * row, float(LEFT)
         free = sum(block.size for segment in segments for block in segment if block.free) // MiB
         label(ax, LEFT, y, name, weight="bold")
         for segment in segments:
