@@ -19,8 +19,8 @@ from .memory.moments import Moment
 
 
 class Kind(NamedTuple):
-    """Steps that need about equally much room. `holes`: the least room in which a step runs, over the sum of its
-    tensors at the peak, is at most this in 95 % of simulated steps."""
+    """A kind of steps that need similar room. `holes`: 95 % of simulated steps of this kind run in this many times the
+    bytes of the tensors at their peak."""
 
     what: str
     holes: float
@@ -53,22 +53,22 @@ DRAWN = (NO_LOGITS, KEPT, SELECTIVE, RECOMPUTED, GENERATION)
 # Runs that were not drawn: other stacks, pipeline, context and expert parallelism, compiled steps, families without
 # formulas, and less common options. 98 % of all draws need no more than this.
 OTHER = Kind("other runs", 1.25)
-# Of Megatron-LM's steps, whose weights and gradients lie in buffers that are made once, and whose micro-batches all ask
-# for the same blocks: in public logs of dense models, megatron-core with Transformer Engine, 1.007 to 1.130 times the
-# peak was reserved, the median 1.03, where nothing was short (benchmarks/room.py). Its older layers, and attention with
-# scores in memory, are not among them.
+# Megatron-LM allocates weights and gradients once, in large buffers, and all its micro-batches request the same blocks.
+# In public logs of dense models (megatron-core with Transformer Engine), ranks with enough memory reserved 1.007 to
+# 1.130 times their peak, with a median of 1.03 (benchmarks/room.py). The logs do not include its older layers, or
+# attention that stores its probabilities.
 MEGATRON = Kind("Megatron-LM", 1.15)
-# Where segments expand there are next to none (benchmarks/results/room.md). Of 22 peaks that Megatron-LM's tests print
-# the formula misses at most 2.6 % (megatron_golden.py).
+# Expandable segments have next to no holes (benchmarks/results/room.md). The formula is within 2.6 % of all 22 peaks
+# that Megatron-LM's tests print (megatron_golden.py).
 MEGATRON_EXPANDABLE = Kind("Megatron-LM with expandable segments", 1.06)
-# Of a family that is counted as a plain transformer of the same sizes: the peak of 249 families, simulated with a batch
-# of 2 × 128 tokens and two layers where their config allows it, is within 2 % of the formula's for half of them and
-# within this factor for 9 in 10 (2026-11-29, transformers 5.23).
+# A family without formulas is counted as a plain transformer of the same sizes. We simulated 249 families with 2 × 128
+# tokens, and with two layers where their config allows it. The simulated peak is within 2 % of the formula for half of
+# them, and within this factor for 9 out of 10 (2026-11-29, transformers 5.23).
 PLAIN_MEMORY = 1.3
 
 
 class Verdict(NamedTuple):
-    """Whether a peak fits, and between what the process then takes, in bytes of the card."""
+    """Whether a run fits, and the least and the most bytes of the GPU that its process may need."""
 
     outcome: Outcome
     least: int
@@ -104,16 +104,17 @@ def _was_drawn(run: Training) -> bool:
 
 
 def plainness(spec: ModelSpec) -> float:
-    """Return the factor by which the peak of `spec` may be off in either direction: 1 for families with formulas."""
+    """Return the factor by which the true peak may be above or below the estimate: 1 for families with formulas."""
     return 1.0 if spec.has_formulas else PLAIN_MEMORY
 
 
 def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = OTHER.holes, off: float = 1.0) -> Verdict:
-    """Return whether tensors of `peak` bytes fit `card` in a process of `ranks`: between both limits it is unknown. The
-    peak may be `off` by that factor.
+    """Return whether a step whose tensors need `peak` bytes fits `card`, with `ranks` processes in the run.
 
-    Where this card's memory outside of the allocator is not known, it counts from nothing up to the most that is
-    known of any card.
+    The process needs at least `peak / off` and at most `holes * off * peak` bytes for the allocator, and in both cases
+    the CUDA context and the buffers of NCCL. If these two are unknown for this GPU, the lower limit counts them as 0,
+    and the upper limit as the largest that are known of any GPU. The outcome is "fits" if the upper limit fits, "out of
+    memory" if the lower limit does not, and otherwise "unknown".
     """
     context = largest_context() if card.context is None else card.context
     nccl = 0 if ranks == 1 else _largest_nccl() if card.nccl is None else card.nccl

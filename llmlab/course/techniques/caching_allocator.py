@@ -1,6 +1,7 @@
-"""PyTorch's caching allocator on one screen: round, best fit, split, merge. No streams, no options.
+"""PyTorch's caching allocator on one screen: round, best fit, split, merge, and return what is free before giving up.
 
-`llmlab.simulation.allocator.caching` is the complete version, function by function; a test compares the two.
+It has no streams and no options. `llmlab.simulation.allocator.caching` is the complete model, which follows PyTorch's
+C++ code function by function; a test compares the two.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ MiB = 1 << 20
 
 @dataclass
 class Block:
-    """A piece of a segment: `size` bytes at `address`, counted from the segment's start."""
+    """A piece of a segment: `size` bytes at `address`, counted from the start of the segment."""
 
     segment: list[Block]
     address: int
@@ -22,13 +23,14 @@ class Block:
 
 
 class CachingAllocator:
-    """Asks the driver for segments, cuts them into blocks, and never gives a segment back unless told to."""
+    """Allocates segments from the driver, divides them into blocks, and keeps segments whose blocks are free."""
 
-    def __init__(self) -> None:
-        self.segments: list[list[Block]] = []  # from the driver; each is a list of blocks in order of address
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity  # bytes that the driver has, None for no limit
+        self.segments: list[list[Block]] = []  # each is a list of blocks in the order of their addresses
 
     def malloc(self, request: int) -> Block:
-        """Return a block of at least `request` bytes."""
+        """Return a block of at least `request` bytes; raise MemoryError if there is none and no room for a segment."""
         size = -(-request // 512) * 512  # blocks are multiples of 512 bytes
         small = size <= MiB
         fitting = [b for s in self.segments for b in s if b.free and b.small == small and b.size >= size]
@@ -36,7 +38,7 @@ class CachingAllocator:
         if block is None:
             block = self.new_segment(size, small)
         remainder = block.size - size
-        if remainder >= 512 if small else remainder > MiB:  # up to 1 MiB of a large block is wasted: less fragmentation
+        if remainder >= 512 if small else remainder > MiB:  # a large block keeps a remainder of up to 1 MiB
             block.size = size
             after = block.segment.index(block) + 1
             block.segment.insert(after, Block(block.segment, block.address + size, remainder, small))
@@ -44,15 +46,19 @@ class CachingAllocator:
         return block
 
     def new_segment(self, size: int, small: bool) -> Block:
-        """Get a segment from the driver: 2 MiB for small blocks, 20 MiB below 10 MiB, else the size in whole 2 MiB."""
+        """Allocate a segment: 2 MiB for small blocks, 20 MiB below 10 MiB, else `size` rounded up to 2 MiB."""
         segment_size = 2 * MiB if small else 20 * MiB if size < 10 * MiB else -(-size // (2 * MiB)) * 2 * MiB
+        if self.capacity is not None and self.reserved + segment_size > self.capacity:
+            self.empty_cache()
+            if self.reserved + segment_size > self.capacity:
+                raise MemoryError("out of memory, also after returning the free segments")
         segment: list[Block] = []
         segment.append(Block(segment, 0, segment_size, small))
         self.segments.append(segment)
         return segment[0]
 
     def free(self, block: Block) -> None:
-        """Mark a block free and merge it with free neighbours. The segment is kept: that is the cache."""
+        """Mark a block as free and merge it with free neighbors. Its segment stays in the cache."""
         block.free = True
         index = block.segment.index(block)
         for left in (index, index - 1):  # first with the block after it, then with the one before
@@ -60,13 +66,15 @@ class CachingAllocator:
                 block.segment[left].size += block.segment.pop(left + 1).size
 
     def empty_cache(self) -> None:
-        """Return to the driver every segment that is entirely free, and no other."""
+        """Return each segment without a used block to the driver, and no other."""
         self.segments = [s for s in self.segments if not (len(s) == 1 and s[0].free)]
 
     @property
     def allocated(self) -> int:
+        """Bytes of all used blocks."""
         return sum(b.size for s in self.segments for b in s if not b.free)
 
     @property
     def reserved(self) -> int:
+        """Bytes of all segments."""
         return sum(b.size for s in self.segments for b in s)

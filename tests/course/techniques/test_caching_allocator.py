@@ -1,23 +1,32 @@
 """The allocator on one screen gives the same answers as the complete one."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmlab.course.techniques.caching_allocator import CachingAllocator, MiB
 from llmlab.simulation.allocator.caching import Allocator
+from llmlab.simulation.allocator.memory import AllocatorOutOfMemory
 
 sizes = st.integers(1, 4096) | st.integers(1, 2 * MiB) | st.integers(MiB, 40 * MiB)
 # An allocation of that size; or the number of a live allocation to free; or None for empty_cache.
 requests = st.lists(st.tuples(st.just("malloc"), sizes) | st.tuples(st.just("free"), st.integers(0, 99))
                     | st.tuples(st.just("empty_cache"), st.just(0)), max_size=60)  # fmt: skip
+capacities = st.none() | st.integers(2 * MiB, 200 * MiB)
 
 
-@given(requests)
-def test_the_screen_and_the_whole_allocator_agree_after_every_request(stream):
-    ours, whole, live = CachingAllocator(), Allocator(), []
+@given(requests, capacities)
+def test_the_screen_and_the_whole_allocator_agree_after_every_request(stream, capacity):
+    ours, whole, live = CachingAllocator(capacity), Allocator(capacity), []
     for what, number in stream:
         if what == "malloc":
-            live.append((ours.malloc(number), whole.malloc(number)))
+            try:
+                theirs = whole.malloc(number)
+            except AllocatorOutOfMemory:
+                with pytest.raises(MemoryError):
+                    ours.malloc(number)
+            else:
+                live.append((ours.malloc(number), theirs))
         elif what == "free" and live:
             mine, theirs = live.pop(number % len(live))
             ours.free(mine)
