@@ -13,6 +13,7 @@ from ..base.errors import SpecError
 from ..base.tables import Table, Tabular
 from ..base.units import GiB, show_bytes, show_seconds
 from ..base.version import BOOK
+from ..formulas.memory.share import attention_kernel
 from ..formulas.report import assessed
 from ..formulas.time.step import tokens_of
 from ..formulas.verdict import Verdict
@@ -21,6 +22,7 @@ from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
 from ..report import Report, summary
 from ..simulation.deriving import trace_of
+from ..specs.generic import attentions
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
@@ -162,8 +164,13 @@ def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, di
     if isinstance(run, Inference):
         yield from _serving(run)
         return
-    if run.attention == "eager":
-        yield "fused attention", "10-flash-attention", {"attention": "sdpa"}, True
+    if run.attention in ("eager", "sdpa"):
+        # Where SDPA has no fused kernel for grouped heads, as on a T4, they are repeated.
+        repeats = attention_kernel(spec, replace(run, attention="sdpa"), card) == "math"
+        if repeats and "efficient" in attentions(spec.family):
+            yield "fused attention, heads repeated", "10-flash-attention", {"attention": "efficient"}, True
+        elif run.attention == "eager":
+            yield "fused attention", "10-flash-attention", {"attention": "sdpa"}, True
     if run.kernels is None:
         yield "fused kernels (Liger)", "09-kernels", {"kernels": "liger"}, True
     if run.optimizer == "adamw":

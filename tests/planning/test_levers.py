@@ -158,3 +158,14 @@ def test_fused_adamw_is_a_lever_where_the_roots_of_second_moments_are_the_peak()
     assert lever.run == replace(run, optimizer="adamw-fused") and lever.same_result and lever.seconds < 0
     masters = lab.fix("meta-llama/Llama-3.2-1B", replace(run, precision="mixed-bf16"), "RTX 3090")  # fused already
     assert masters.levers and not any(each.name == "fused AdamW" for each in masters.levers)
+
+
+@pytest.mark.parametrize(("model", "gpu", "attention"), [
+    ("meta-llama/Llama-3.2-1B", "T4", "efficient"),  # 32 query heads share 8 key heads
+    ("meta-llama/Llama-3.2-1B", "A100-80GB", "sdpa"), ("gpt2", "T4", "sdpa"),
+])  # fmt: skip
+def test_attention_is_fused_by_the_kernel_that_the_gpu_has(model, gpu, attention):
+    """SDPA's memory-efficient kernel takes no grouped heads up to torch 2.13, and a T4 has no other fused one."""
+    fixed = lab.fix(model, lab.Training(micro_batch=4, seq_len=1024, precision="fp16", attention="eager"), gpu)
+    found = [lever.run.attention for lever in fixed.levers if lever.chapter == "10-flash-attention"]
+    assert found == [attention]
