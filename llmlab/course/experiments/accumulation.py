@@ -36,8 +36,7 @@ def accelerate_gradient(model: nn.Module, sequences: Sequence[Tensor], steps: in
 
 def trainer_gradient(model: nn.Module, sequences: Sequence[Tensor], steps: int) -> Tensor:
     """Return the gradient of `model` at the last update of transformers' Trainer, with one sequence per micro-batch."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-    from transformers.trainer_callback import PrinterCallback
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     gradients: list[Tensor] = []
 
