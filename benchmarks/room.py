@@ -73,8 +73,8 @@ def quantile(values: Iterable[float], share: float = SHARE) -> float:
     >>> quantile(range(1, 101)), quantile([3.0, 1.0, 2.0])
     (95, 3.0)
     """
-    found = sorted(values)
-    return found[ceil(share * len(found)) - 1]
+    ordered = sorted(values)
+    return ordered[ceil(share * len(ordered)) - 1]
 
 
 def kind_of(spec: ModelSpec, run: Run, card: GPU) -> Kind:
@@ -86,7 +86,7 @@ def kind_of(spec: ModelSpec, run: Run, card: GPU) -> Kind:
 
 def by_kind() -> dict[Kind, list[Ratios]]:
     """Return the ratios of all draws by kind."""
-    found: dict[Kind, list[Ratios]] = {sort: [] for sort in DRAWN}
+    ratios_of: dict[Kind, list[Ratios]] = {sort: [] for sort in DRAWN}
     for row in room_draws.rows():
         spec, run, card = lab.model(row.draw.model), row.draw.run, lab.gpu(row.draw.gpu)
         estimate = lab.estimate(spec, run, card).peak_allocated
@@ -94,8 +94,8 @@ def by_kind() -> dict[Kind, list[Ratios]]:
         threads = row.threads / estimate if row.threads else None
         ratios = Ratios(row.number, row.least / estimate, threads, row.expandable / row.allocated,
                         row.reserved / row.allocated)  # fmt: skip
-        found[kind_of(spec, run, card)].append(ratios)
-    return found
+        ratios_of[kind_of(spec, run, card)].append(ratios)
+    return ratios_of
 
 
 def covered(ratios: Sequence[Ratios]) -> float:
@@ -107,9 +107,9 @@ def covered(ratios: Sequence[Ratios]) -> float:
 
 def of_draws() -> Iterator[str]:
     """Return the table of the draws by kind."""
-    found, lines = by_kind(), []
-    every = [each for ratios in found.values() for each in ratios]
-    for what, ratios in [*((sort.what, found[sort]) for sort in DRAWN), ("all", every)]:
+    ratios_of, lines = by_kind(), []
+    every = [each for ratios in ratios_of.values() for each in ratios]
+    for what, ratios in [*((sort.what, ratios_of[sort]) for sort in DRAWN), ("all", every)]:
         least = [each.least for each in ratios]
         most = quantile(least)
         several = [each.least <= most for each in ratios if each.number >= room_draws.SEVERAL]
@@ -124,13 +124,15 @@ def of_draws() -> Iterator[str]:
 
 
 def of_published() -> Iterator[str]:
-    """Return the table of what estimates say of published steps, with one margin for all and with one by kind."""
+    """Return the table of verdicts on published steps: with one margin for all, and with a margin for each kind."""
     counts: dict[tuple[bool, str], tuple[Counter[str], Counter[str]]] = {}
     for case in plans.cases():
         if case.uncertain:
             continue
         spec, run, card = lab.model(case.model), case.run, lab.gpu(case.card)
-        where = "with another stack" if stack_of(run) else "on several GPUs" if run.world_size > 1 else "on one GPU"
+        where = "on several GPUs" if run.world_size > 1 else "on one GPU"
+        if stack_of(run).own_program:
+            where = "with another stack"
         report, fit = assessed(spec, run, card)
         before = fit
         if kind_of(spec, run, card) in DRAWN:

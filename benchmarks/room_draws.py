@@ -74,14 +74,14 @@ class Row(NamedTuple):
     threads: int | None
 
 
-def least_room(asked: Requests, order: list[tuple[int, bool]]) -> Room:
+def least_room(requests: Requests, order: list[tuple[int, bool]]) -> Room:
     """Return the room that a step takes with its weights loaded in `order`."""
-    free = asked._replace(room=None).in_order(order)
+    free = requests._replace(room=None).in_order(order)
     assert free is not None  # nothing is refused without a limit
     too_small, enough = free.allocated - 1, free.reserved
     while enough - too_small > NEAR * enough:
         room = (too_small + enough) // 2
-        if asked._replace(room=room).in_order(order):
+        if requests._replace(room=room).in_order(order):
             enough = room
         else:
             too_small = room
@@ -115,11 +115,11 @@ def rows() -> list[Row]:
 
 def measured(number: int, draw: Draw) -> Row:
     """Simulate a draw, and return its results; raises as `lab.simulate` does."""
-    asked = requests_of(draw.model, draw.run, draw.gpu)
-    in_order = list(one_at_a_time(asked.sizes))
-    room = least_room(asked, in_order)
-    expandable = least_room(asked._replace(config=EXPANDABLE), in_order).least
-    threads = least_room(asked, list(read_ahead(asked.sizes, seed=0))).least if asked.sizes else None
+    requests = requests_of(draw.model, draw.run, draw.gpu)
+    in_order = list(one_at_a_time(requests.sizes))
+    room = least_room(requests, in_order)
+    expandable = least_room(requests._replace(config=EXPANDABLE), in_order).least
+    threads = least_room(requests, list(read_ahead(requests.sizes, seed=0))).least if requests.sizes else None
     return Row(number, draw, *room, expandable, threads)
 
 
@@ -149,12 +149,12 @@ def _row(cells: list[str]) -> Row:
 @cache
 def _specs() -> dict[str, list[ModelSpec]]:
     """Return the presets with formulas by family; a family with few of them is drawn as often as one with many."""
-    found: dict[str, list[ModelSpec]] = {}
+    by_family: dict[str, list[ModelSpec]] = {}
     for name in lab.models():
         spec = lab.model(name)
         if spec.has_formulas and spec.parameters <= LARGEST:
-            found.setdefault(spec.family, []).append(spec)
-    return found
+            by_family.setdefault(spec.family, []).append(spec)
+    return by_family
 
 
 def _targets(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:

@@ -44,7 +44,7 @@ NO_LOGITS = Kind("small logits or none at the peak", 1.082)
 # activations are freed at once, except for its checkpoint, which keeps the segment. Selective checkpointing frees less.
 KEPT = Kind("no checkpointing", 1.125)
 SELECTIVE = Kind("selective checkpointing", 1.186)
-RECOMPUTED = Kind("full checkpointing", 1.254)
+RECOMPUTED = Kind("full checkpointing", 1.252)
 # Each token of generation concatenates the cache and a new key and value, so two sizes of the cache alternate. Part of
 # this factor is the error of the formula, at most 1.09 in 45 of the 46 draws. Generation with quantized weights or
 # several GPUs was not drawn, and has the same factor.

@@ -1,19 +1,17 @@
-"""The drawings of the chapter on FlashAttention: online softmax, the loop over tiles, the causal mask, the backward
-pass, and the seconds of a step."""
+"""The drawings of the chapter on FlashAttention: online softmax, the loop over tiles, the causal mask, and the backward
+pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from matplotlib.colors import ListedColormap
 
 from ...plots.canvas import INK, MUTED, PALETTE, SMALL, WHITE, Picture, legend, new_picture, styled
-from ...plots.schematic import box, finished, grid, label, link, sketch, strip
-from ...report import Report
+from ...plots.schematic import box, finished, grid, label, link, sketch
 
 IN_MEMORY, IN_THE_LOOP, KEPT = PALETTE[1], PALETTE[2], PALETTE[5]
 TILES = {"skipped": WHITE, "computed, then masked": PALETTE[1], "computed": PALETTE[5]}
-PARTS = {"matmuls": PALETTE[0], "other kernels": PALETTE[1], "optimizer": PALETTE[2]}
 
 
 @styled()
@@ -119,22 +117,3 @@ def draw_backward() -> Picture:
         "probabilities, S by S, are never in memory. The backward pass recomputes tiles of p from q, k and lse, "
         "computes delta from the output and its gradient, and ds from both.",
     )
-
-
-def draw_steps(reports: Mapping[str, Report]) -> Picture:
-    """Draw the estimated seconds of an update, one bar per report: matmuls and attention, other kernels, optimizer."""
-    picture, ax = sketch(34 + 56 * len(reports))
-    scale = 376 / max(report.step_seconds or 0 for report in reports.values())
-    for place, (kind, color) in enumerate(PARTS.items()):
-        box(ax, 12 + 120 * place, 10, 14, 14, color=color)
-        label(ax, 32 + 120 * place, 17, kind)
-    words = []
-    for row, (name, report) in enumerate(reports.items()):
-        y, time = 46 + 56 * row, report.time
-        seconds = (time["products"] + time["attention"], time["elementwise"], time["optimizer"])
-        parts = " + ".join(f"{value:.2f}" for value in seconds)
-        label(ax, 12, y, f"{name}: {parts} = {report.step_seconds:.2f} s", weight="bold")
-        pieces = [(value, "", color) for value, color in zip(seconds, PARTS.values(), strict=True)]
-        strip(ax, 12, y + 10, pieces, scale, 22)
-        words.append(f"{name}: {parts} = {report.step_seconds:.2f} s")
-    return finished(picture, f"Seconds of an update: {' + '.join(PARTS)}. {'; '.join(words)}.")

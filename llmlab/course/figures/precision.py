@@ -10,7 +10,6 @@ from ...base.units import GiB
 from ...plots import plot_curve
 from ...plots.canvas import FAINT, INK, MUTED, PALETTE, WHITE, Picture
 from ...plots.schematic import box, finished, label, link, sketch, strip
-from ...report import Report
 from ..techniques.precision import FORMATS
 
 HALF, FULL = PALETTE[1], PALETTE[5]  # 16 bits, 32 bits
@@ -121,26 +120,3 @@ def draw_ledger(terms: Mapping[str, tuple[float, float]]) -> Picture:
     ax.plot([middle, middle], [28, 48 + 40 * len(terms) + 28], color=MUTED, linewidth=1)
     words = ", ".join(f"{name} {change / GiB:+.2f} GiB" for name, change in changes.items())
     return finished(picture, f"Change of the peak from fp32 to autocast: {words}.")
-
-
-def draw_times(reports: Mapping[str, Report]) -> Picture:
-    """Draw the seconds of a step as one bar per report, divided into matmuls, elementwise kernels and the optimizer."""
-    kinds = {"matmuls": PALETTE[5], "elementwise": PALETTE[1], "optimizer": PALETTE[2]}
-    picture, ax = sketch(34 + 56 * len(reports))
-    scale = 376 / max(report.step_seconds or 0 for report in reports.values())
-    for place, (kind, color) in enumerate(kinds.items()):
-        box(ax, 12 + 120 * place, 10, 14, 14, color=color)
-        label(ax, 32 + 120 * place, 17, kind)
-    words = []
-    for row, (title, report) in enumerate(reports.items()):
-        y, time = 46 + 56 * row, report.time
-        seconds = {
-            "matmuls": time["products"] + time["attention"],
-            "elementwise": time["elementwise"], "optimizer": time["optimizer"],
-        }  # fmt: skip
-        shares = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
-        parts = " + ".join(f"{value:.1f}" for value in seconds.values())
-        label(ax, 12, y, f"{title}: {parts} = {report.step_seconds:.1f} s", weight="bold")
-        strip(ax, 12, y + 10, [(value, "", kinds[kind]) for kind, value in seconds.items()], scale, 24)
-        words.append(f"{title} {report.step_seconds:.1f} s: {shares}")
-    return finished(picture, f"Seconds of a step. {'; '.join(words)}.")

@@ -1,8 +1,6 @@
 """The figures of the chapter on precision say in their alternative text what they draw."""
 
-import llmlab as lab
-from llmlab.course.figures.precision import draw_bits, draw_ledger, draw_loss_scaler, draw_times
-from llmlab.course.job import GPU, MODEL, job
+from llmlab.course.figures.precision import draw_bits, draw_ledger, draw_loss_scaler
 
 
 def test_the_bits_name_the_formats_in_which_a_number_is_zero():
@@ -17,8 +15,3 @@ def test_the_ledger_sums_what_it_draws():
 
 def test_the_loss_scaler_halves_and_doubles():
     assert "halved" in draw_loss_scaler().alt and "doubles" in draw_loss_scaler().alt
-
-
-def test_the_bars_of_a_step_are_its_seconds():
-    report = lab.estimate(MODEL, job("04-precision"), GPU)
-    assert f"the job {report.step_seconds:.1f} s" in draw_times({"the job": report}).alt
