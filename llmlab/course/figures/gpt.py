@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from torch import Tensor
 
+from ...plots import plot_curve
 from ...plots.canvas import COLORS, FAINT, INK, MUTED, PALETTE, PANEL, WHITE, Picture, new_picture, styled
 from ...plots.schematic import box, finished, grid, label, link, rank, sketch, tensor
 
@@ -123,8 +124,8 @@ def draw_attention(scores: Tensor, weights: Tensor) -> Picture:
     return finished(
         picture,
         "Attention of four tokens. Queries and keys, S × d each, give S × S scores. The causal mask sets the scores of "
-        "later tokens to −∞, the softmax makes each row sum to 1, and the weights average the rows of v. The weights of "
-        f"the last row: {last}.",
+        "later tokens to −∞, the softmax makes each row sum to 1, and the weights average the rows of v. The weights "
+        f"of the last row: {last}.",
     )
 
 
@@ -175,8 +176,8 @@ def draw_mlps(h: int, wide: int, gated: int) -> Picture:
     _layer(ax, 360, 252, h * scale, f"{h:,}")
     return finished(
         picture,
-        f"Two MLPs. GELU: a matmul from {h:,} to {wide:,} channels, GELU, a matmul back, {plain:,} weights. SwiGLU: two "
-        f"matmuls from {h:,} to {gated:,} channels, SiLU of the gate times up, a matmul back, {swiglu:,} weights.",
+        f"Two MLPs. GELU: a matmul from {h:,} to {wide:,} channels, GELU, a matmul back, {plain:,} weights. SwiGLU: "
+        f"two matmuls from {h:,} to {gated:,} channels, SiLU of the gate times up, a matmul back, {swiglu:,} weights.",
     )
 
 
@@ -259,8 +260,6 @@ def draw_lines(ends: Mapping[str, Sequence[Sequence[float]]], steps: Sequence[fl
 
     `bound` is the name and the height of a horizontal line.
     """
-    from ...plots import plot_curve
-
     means = {name: [sum(seeds) / len(seeds) for seeds in zip(*curves, strict=True)] for name, curves in ends.items()}
     name, height = bound
     picture = plot_curve(steps, {**means, name: [height] * len(steps)}, xlabel, ylabel)
