@@ -22,7 +22,7 @@ from .command import AS_JSON, STEPS, Options, command
 
 STORED = Path(__file__).with_suffix(".json")
 MODELS = ("right", "no mask", "attention over heads", "no positions")
-RATES = (2.5e-3, 5e-3, 1e-2)  # learning rates
+RATES = (1.25e-3, 2.5e-3, 5e-3, 1e-2)  # learning rates
 BYTES = 257  # 256 bytes and the end of a text: the smallest vocabulary, so that a small model learns to use its context
 SPEC: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": BYTES, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64,
@@ -35,7 +35,7 @@ def build(name: str, seed: int) -> GPT:
     """Return the GPT called `name` in MODELS, with random weights."""
     torch.manual_seed(seed)
     model = GPT.from_spec(SPEC)
-    wrong = {"no mask": attend_without_mask, "attention over heads": attend_over_heads}
+    wrong: dict[str, Any] = {"no mask": attend_without_mask, "attention over heads": attend_over_heads}
     for module in model.modules():
         if isinstance(module, Attention) and name in wrong:
             module.attend = wrong[name]
