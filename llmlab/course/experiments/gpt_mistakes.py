@@ -22,7 +22,7 @@ from .command import AS_JSON, STEPS, Options, command
 
 STORED = Path(__file__).with_suffix(".json")
 MODELS = ("right", "no mask", "attention over heads", "no positions")
-RATES = (1.25e-3, 2.5e-3, 5e-3, 1e-2)  # learning rates
+RATES = (6.25e-4, 1.25e-3, 2.5e-3, 5e-3, 1e-2)  # learning rates
 BYTES = 257  # 256 bytes and the end of a text: the smallest vocabulary, so that a small model learns to use its context
 SPEC: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": BYTES, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64,
