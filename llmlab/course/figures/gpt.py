@@ -151,7 +151,7 @@ def draw_influence(models: Mapping[str, Tensor]) -> Picture:
 
 def draw_mlps(h: int, wide: int, gated: int) -> Picture:
     """Draw the MLP of GPT-2, h → `wide` → h, and SwiGLU, h → `gated` twice → h, with their numbers of parameters."""
-    picture, ax = sketch(322)
+    picture, ax = sketch(350)
     plain, swiglu = 2 * h * wide, 3 * h * gated
     scale = 104 / max(wide, gated)
     label(ax, 12, 14, f"GELU MLP: 2 × {h:,} × {wide:,} = {plain:,}", weight="bold")
@@ -163,17 +163,17 @@ def draw_mlps(h: int, wide: int, gated: int) -> Picture:
     link(ax, (140, 84), (243, 84), "GELU")
     link(ax, (262, 84), (359, 84), "down")
     label(ax, 12, 176, f"SwiGLU: 3 × {h:,} × {gated:,} = {swiglu:,}", weight="bold")
-    _layer(ax, 20, 252, h * scale, f"{h:,}")
-    for y, name in ((214, "gate"), (290, "up")):
+    _layer(ax, 20, 266, h * scale, f"{h:,}")
+    for y, name in ((228, "gate"), (304, "up")):
         _layer(ax, 122, y, gated * scale, "")
-        link(ax, (38, 252), (121, y), name)
-    label(ax, 146, 190, f"{gated:,}", "left")
-    label(ax, 146, 312, f"{gated:,}", "left")
-    link(ax, (140, 214), (243, 248), "SiLU")
-    link(ax, (140, 290), (243, 256), "×")
-    _layer(ax, 244, 252, gated * scale, f"{gated:,}")
-    link(ax, (262, 252), (359, 252), "down")
-    _layer(ax, 360, 252, h * scale, f"{h:,}")
+        link(ax, (38, 266), (121, y), name)
+    label(ax, 146, 200, f"{gated:,}")
+    label(ax, 146, 334, f"{gated:,}")
+    link(ax, (140, 228), (243, 262), "SiLU")
+    link(ax, (140, 304), (243, 270), "×")
+    _layer(ax, 244, 266, gated * scale, f"{gated:,}")
+    link(ax, (262, 266), (359, 266), "down")
+    _layer(ax, 360, 266, h * scale, f"{h:,}")
     return finished(
         picture,
         f"Two MLPs. GELU: a matmul from {h:,} to {wide:,} channels, GELU, a matmul back, {plain:,} weights. SwiGLU: "
