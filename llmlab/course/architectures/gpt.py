@@ -1,11 +1,11 @@
 """GPT-2 from top to bottom (Radford et al. 2019): embeddings, blocks of attention and MLP, a norm, the tied head.
 
-    B  sequences            C  hidden size             H  heads         V  vocabulary
-    T  tokens given         F  width of the MLP        D  size of a head
-    S  tokens attended to: those in the cache, then the T given
+    B  sequences                 h  hidden size           a  heads              V  vocabulary
+    S  tokens per sequence       f  width of the MLP      d  size of a head
+    C  tokens that can be attended to: those in the KV cache, then the S given
 
-A tensor's name ends with its dimensions: `q_BHTD` is (B, H, T, D). The modules have transformers' names, so weights can
-be copied between the two (GPT-2's "Conv1D" is a Linear stored transposed).
+A tensor's name ends with its dimensions: `q_BaSd` has the shape (B, a, S, d). The modules have the names that
+transformers uses, so weights can be copied between the two (the "Conv1D" of GPT-2 is a Linear stored transposed).
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ ATTENTIONS = ("eager", "sdpa")
 
 
 class Cache(Protocol):
-    """What `forward` asks of a KV cache; llmlab/course/inference/cache.py has three."""
+    """The part of a KV cache that `forward` needs; llmlab/course/inference/cache.py has three caches."""
 
     @property
     def length(self) -> int:
         """The number of tokens in the cache, per sequence."""
 
-    def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values of `layer`; return those of all its tokens, (B, H, S, D) each."""
+    def update(self, layer: int, k_BaSd: Tensor, v_BaSd: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of new tokens for `layer`; return those of all its tokens, (B, a, C, d) each."""
 
 
-def visible(T: int, S: int, real_BS: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
-    """Return which of S tokens each of the last T of them may look at: bool, (T, S), or (B, 1, T, S) with padding.
+def visible(S: int, C: int, real_BC: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
+    """Return which of C tokens each of the last S of them may attend to: bool, (S, C), or (B, 1, S, C) with padding.
 
-    `real_BS` is False at padding. Every token sees itself: if a row were all False, its softmax would be NaN, and NaN
-    times the weight 0 that other tokens give it is NaN again.
+    `real_BC` is False at padding. Every token may attend to itself. If a row were all False, its softmax would be NaN,
+    and other tokens would read it: NaN times a weight of 0 is NaN.
     """
-    device = device if real_BS is None else real_BS.device
-    causal_TS = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
-    if real_BS is None:
-        return causal_TS
-    itself_TS = torch.eye(S, dtype=torch.bool, device=device)[S - T :]
-    return causal_TS & (real_BS[:, None, None, :] | itself_TS)
+    device = device if real_BC is None else real_BC.device
+    causal_SC = torch.ones(S, C, dtype=torch.bool, device=device).tril(C - S)
+    if real_BC is None:
+        return causal_SC
+    itself_SC = torch.eye(C, dtype=torch.bool, device=device)[C - S :]
+    return causal_SC & (real_BC[:, None, None, :] | itself_SC)
 
 
 def attend(
-    q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, kind: str = "sdpa", dropout: float = 0.0
+    q_BaSd: Tensor, k_BaCd: Tensor, v_BaCd: Tensor, mask: Tensor | None, kind: str = "sdpa", dropout: float = 0.0
 ) -> Tensor:
-    """Return softmax(q kᵀ / √D) v, (B, H, T, D): "Attention Is All You Need", equation 1, under a causal mask.
+    """Return softmax(q kᵀ / √d) v, (B, a, S, d): "Attention Is All You Need", equation 1, under a causal mask.
 
-    `mask` is bool and broadcasts to (B, H, T, S), True where a query may look; None is the causal mask alone.
-    "eager" stores the T × S scores; "sdpa" calls torch's function, whose fused kernels never store them all.
+    `mask` is bool and broadcasts to (B, a, S, C), True where a query may attend to a key; None is the causal mask.
+    "eager" stores the S × C scores; "sdpa" calls a function of torch whose fused kernels never store all of them.
     """
-    T, S = q_BHTD.shape[2], k_BHSD.shape[2]
+    S, C = q_BaSd.shape[2], k_BaCd.shape[2]
     if kind == "sdpa":
-        if mask is None and 1 < T < S:  # is_causal=True would start the diagonal at the top left
-            mask = visible(T, S, device=q_BHTD.device)
-        causal = mask is None and T > 1  # a single token is the last: it sees all
-        return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout_p=dropout, is_causal=causal)
+        if mask is None and 1 < S < C:  # is_causal=True would start the diagonal at the top left
+            mask = visible(S, C, device=q_BaSd.device)
+        causal = mask is None and S > 1  # a single token is the last one, which attends to all
+        return F.scaled_dot_product_attention(q_BaSd, k_BaCd, v_BaCd, mask, dropout_p=dropout, is_causal=causal)
     if mask is None:
-        mask = visible(T, S, device=q_BHTD.device)
-    scores_BHTS = q_BHTD @ k_BHSD.transpose(2, 3) / math.sqrt(q_BHTD.shape[3])  # else their variance would be D
-    scores_BHTS = scores_BHTS.masked_fill(~mask, float("-inf"))
-    weights_BHTS = F.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(q_BHTD.dtype)
-    return F.dropout(weights_BHTS, dropout) @ v_BHSD
+        mask = visible(S, C, device=q_BaSd.device)
+    scores_BaSC = q_BaSd @ k_BaCd.transpose(2, 3) / math.sqrt(q_BaSd.shape[3])  # else their variance would be d
+    scores_BaSC = scores_BaSC.masked_fill(~mask, float("-inf"))
+    weights_BaSC = F.softmax(scores_BaSC, dim=-1, dtype=torch.float32).to(q_BaSd.dtype)
+    return F.dropout(weights_BaSC, dropout) @ v_BaCd
 
 
 class Attention(nn.Module):
@@ -84,18 +84,18 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(spec.hidden, spec.hidden)
         self.resid_dropout = nn.Dropout(spec.dropout)
 
-    def forward(self, x_BTC: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        B, T, C = x_BTC.shape
-        # Each head has its own slice of the channels; attention mixes tokens, not heads.
-        three = self.c_attn(x_BTC).split(C, dim=2)
-        split = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in three)
-        q_BHTD, k_BHSD, v_BHSD = split
+    def forward(self, x_BSh: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        B, S, h = x_BSh.shape
+        # Each head has its own d of the h channels.
+        three = self.c_attn(x_BSh).split(h, dim=2)
+        split = (t.view(B, S, self.heads, -1).transpose(1, 2) for t in three)
+        q_BaSd, k_BaCd, v_BaCd = split
         if cache is not None:
-            k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
+            k_BaCd, v_BaCd = cache.update(self.layer, k_BaCd, v_BaCd)
         dropout = self.dropout if self.training else 0.0
-        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, mask, self.kind, dropout)
-        y_BTC = y_BHTD.transpose(1, 2).reshape(B, T, C)  # heads side by side again
-        return self.resid_dropout(self.c_proj(y_BTC))
+        y_BaSd = self.attend(q_BaSd, k_BaCd, v_BaCd, mask, self.kind, dropout)
+        y_BSh = y_BaSd.transpose(1, 2).reshape(B, S, h)  # heads side by side again
+        return self.resid_dropout(self.c_proj(y_BSh))
 
 
 class MLP(nn.Module):
@@ -105,9 +105,9 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(spec.intermediate, spec.hidden)
         self.dropout = nn.Dropout(spec.dropout)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        h_BTF = F.gelu(self.c_fc(x_BTC), approximate="tanh")  # as GPT-2 was trained
-        return self.dropout(self.c_proj(h_BTF))
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        h_BSf = F.gelu(self.c_fc(x_BSh), approximate="tanh")  # as GPT-2 was trained
+        return self.dropout(self.c_proj(h_BSf))
 
 
 class Block(nn.Module):
@@ -118,25 +118,25 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(spec.hidden, eps)
         self.mlp = MLP(spec)
 
-    def forward(self, x_BTC: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        # Pre-norm: each branch begins with a norm, and the residual path has none
-        # until the last block's end.
-        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), mask, cache)
-        return x_BTC + self.mlp(self.ln_2(x_BTC))
+    def forward(self, x_BSh: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        # Pre-norm: each branch begins with a norm, and the residual stream has none
+        # until the end of the last block.
+        x_BSh = x_BSh + self.attn(self.ln_1(x_BSh), mask, cache)
+        return x_BSh + self.mlp(self.ln_2(x_BSh))
 
 
-def in_order(blocks: Iterable[nn.Module], x_BTC: Tensor, *rest: Any) -> Tensor:
-    """Run the blocks one after the other; `rest` are the arguments that each takes besides x."""
+def in_order(blocks: Iterable[nn.Module], x_BSh: Tensor, *rest: Any) -> Tensor:
+    """Run the blocks one after the other, each with the further arguments `rest`."""
     for block in blocks:
-        x_BTC = block(x_BTC, *rest)
-    return x_BTC
+        x_BSh = block(x_BSh, *rest)
+    return x_BSh
 
 
 class GPT(nn.Module):
-    """GPT-2 of a ModelSpec, with random weights; `from_transformers` copies those of a GPT2LMHeadModel.
+    """GPT-2 as a ModelSpec describes it, with random weights; `from_transformers` copies those of a GPT2LMHeadModel.
 
     `attention` is "eager" or "sdpa". `run_blocks` is `in_order`; another function with the same arguments may replace
-    it, as activation checkpointing does. Raises SpecError for a spec that is not GPT-2's.
+    it, as activation checkpointing does. Raises SpecError for a spec of another family.
     """
 
     def __init__(self, spec: ModelSpec, attention: str = "sdpa") -> None:
@@ -156,27 +156,27 @@ class GPT(nn.Module):
         init_weights(self, spec, last=("c_proj.weight",))
 
     def hidden(
-        self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
+        self, ids_BS: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BS: Tensor | None = None
     ) -> Tensor:
-        """Return the hidden states that the head reads, (B, T, C); the arguments are those of `forward`."""
-        T = ids_BT.shape[1]
+        """Return the hidden states before the head, (B, S, h); the arguments are those of `forward`."""
+        S = ids_BS.shape[1]
         past = cache.length if cache is not None else 0
-        if past + T > self.spec.max_positions:
-            raise SpecError(f"{past + T} tokens are beyond the {self.spec.max_positions} positions that were learned")
-        if positions_BT is None:
-            positions_BT = torch.arange(past, past + T, device=ids_BT.device)[None]  # (1, T)
-        x_BTC = self.drop(self.wte(ids_BT) + self.wpe(positions_BT))
-        return self.ln_f(self.run_blocks(self.h, x_BTC, mask, cache))
+        if past + S > self.spec.max_positions:
+            raise SpecError(f"{past + S} tokens are beyond the {self.spec.max_positions} positions that were learned")
+        if positions_BS is None:
+            positions_BS = torch.arange(past, past + S, device=ids_BS.device)[None]  # (1, S)
+        x_BSh = self.drop(self.wte(ids_BS) + self.wpe(positions_BS))
+        return self.ln_f(self.run_blocks(self.h, x_BSh, mask, cache))
 
     def forward(
-        self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
+        self, ids_BS: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BS: Tensor | None = None
     ) -> Tensor:
-        """Return the logits, (B, T, V): those at t predict token t + 1.
+        """Return the logits, (B, S, V): those at position t predict token t + 1.
 
-        `mask` is a result of `visible`, or None for a causal mask without padding; `positions_BT` by default counts
+        `mask` is a result of `visible`, or None for a causal mask without padding; `positions_BS` by default counts
         from the first token in the cache.
         """
-        return self.lm_head(self.hidden(ids_BT, cache, mask, positions_BT))
+        return self.lm_head(self.hidden(ids_BS, cache, mask, positions_BS))
 
     @classmethod
     def from_spec(cls, source: ModelLike, attention: str = "sdpa") -> GPT:
@@ -218,10 +218,10 @@ def check_spec(spec: ModelSpec, family: str, attention: str, only: dict[str, Any
 
 @torch.no_grad()
 def init_weights(module: nn.Module, spec: ModelSpec, last: tuple[str, ...]) -> None:
-    """Draw matrices and embeddings from N(0, s²), s the config's initializer_range, and set biases to 0.
+    """Draw matrices and embeddings from N(0, s²), where s is `initializer_range` of the config, and set biases to 0.
 
-    Small logits make the first loss ln V. The matrices that end a branch, named by `last`, get s / √(2 · layers),
-    because 2 · layers branches add up on the residual path (GPT-2's paper, section 2.3).
+    Small logits make the first loss ln V. The matrices that end a branch, named by `last`, get s / √(2L), because 2L
+    branches add up on the residual stream (section 2.3 of the GPT-2 paper).
     """
     std = spec.config.get("initializer_range", 0.02)
     for name, parameter in module.named_parameters():

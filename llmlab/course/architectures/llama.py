@@ -5,7 +5,7 @@
     GELU MLP            -> SwiGLU: one more matrix, a gate     (Shazeer, arXiv 2002.05202)
     a key for each head -> grouped-query attention             (Ainslie et al., arXiv 2305.13245)
 
-Dimensions as in gpt.py, and K key-value heads, each read by H / K query heads. No dropout, no biases.
+Dimensions as in gpt.py, and k key/value heads, each shared by a/k query heads. There is no dropout, and no bias.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        x = x_BTC.float()
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        x = x_BSh.float()
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * x.to(x_BTC.dtype)
+        return self.weight * x.to(x_BSh.dtype)
 
 
 def rope_settings(spec: ModelSpec) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def rope_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def frequencies(rope: dict[str, Any], head_dim: int, device: torch.device | None = None) -> Tensor:
-    """Return the radians per position for each pair of channels, fp32, (D/2,): θ^(−2i/D), RoFormer's eq. 15.
+    """Return the radians per position for each pair of channels, fp32, (d/2,): θ^(−2i/d), equation 15 of RoFormer.
 
     Llama 3.1 slows the low frequencies for its longer context: wavelengths above original / low_freq_factor tokens get
     `factor` times as long, those below original / high_freq_factor stay, and between them the two frequencies are
@@ -66,25 +66,25 @@ def frequencies(rope: dict[str, Any], head_dim: int, device: torch.device | None
     return turns * kept + turns / rope["factor"] * (1 - kept)
 
 
-def turn(rope: dict[str, Any], head_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of each position's angles, (B, T, D) each, in `dtype`.
+def turn(rope: dict[str, Any], head_dim: int, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of each position's angles, (B, S, d) each, in `dtype`.
 
     The angles are computed in fp32 in each call: a buffer would become bf16 with the model, and bf16 cannot represent
     all whole numbers above 256.
     """
-    turns = frequencies(rope, head_dim, positions_BT.device)
-    angles_BTD = (positions_BT[..., None].float() * turns).repeat(1, 1, 2)
-    return angles_BTD.cos().to(dtype), angles_BTD.sin().to(dtype)
+    turns = frequencies(rope, head_dim, positions_BS.device)
+    angles_BSd = (positions_BS[..., None].float() * turns).repeat(1, 1, 2)
+    return angles_BSd.cos().to(dtype), angles_BSd.sin().to(dtype)
 
 
-def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Rotate each pair of channels (i, i + D/2) by its angle.
+def rotate(x_BaSd: Tensor, cos_BSd: Tensor, sin_BSd: Tensor) -> Tensor:
+    """Rotate each pair of channels (i, i + d/2) by its angle.
 
-    Hugging Face orders Llama's weights in such halves.
+    Hugging Face orders the weights of Llama in these halves.
     """
-    left, right = x_BHTD.chunk(2, dim=-1)
+    left, right = x_BaSd.chunk(2, dim=-1)
     turned = torch.cat((-right, left), dim=-1)
-    return x_BHTD * cos_BTD[:, None] + turned * sin_BTD[:, None]
+    return x_BaSd * cos_BSd[:, None] + turned * sin_BSd[:, None]
 
 
 class Attention(nn.Module):
@@ -99,18 +99,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(spec.hidden, kv_width, bias=False)
         self.o_proj = nn.Linear(q_width, spec.hidden, bias=False)
 
-    def forward(self, x_BTC: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
-        B, T, _ = x_BTC.shape
-        projected = (self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC))
-        q_BHTD, k_BKSD, v_BKSD = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in projected)
-        q_BHTD, k_BKSD = rotate(q_BHTD, *turn), rotate(k_BKSD, *turn)
+    def forward(self, x_BSh: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+        B, S, _ = x_BSh.shape
+        projected = (self.q_proj(x_BSh), self.k_proj(x_BSh), self.v_proj(x_BSh))
+        q_BaSd, k_BkCd, v_BkCd = (t.view(B, S, -1, self.head_dim).transpose(1, 2) for t in projected)
+        q_BaSd, k_BkCd = rotate(q_BaSd, *turn), rotate(k_BkCd, *turn)
         if cache is not None:  # keys are cached after the rotation: a position's angle never changes
-            k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
+            k_BkCd, v_BkCd = cache.update(self.layer, k_BkCd, v_BkCd)
         if self.group > 1:  # SDPA's enable_gqa would avoid the copies, but not all of its kernels support it
-            k_BKSD, v_BKSD = (t.repeat_interleave(self.group, dim=1) for t in (k_BKSD, v_BKSD))
+            k_BkCd, v_BkCd = (t.repeat_interleave(self.group, dim=1) for t in (k_BkCd, v_BkCd))
         dropout = self.dropout if self.training else 0.0
-        y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, mask, self.kind, dropout)
-        return self.o_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+        y_BaSd = self.attend(q_BaSd, k_BkCd, v_BkCd, mask, self.kind, dropout)
+        return self.o_proj(y_BaSd.transpose(1, 2).reshape(B, S, -1))
 
 
 class MLP(nn.Module):
@@ -120,8 +120,8 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(spec.hidden, spec.intermediate, bias=False)
         self.down_proj = nn.Linear(spec.intermediate, spec.hidden, bias=False)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BSh)) * self.up_proj(x_BSh))
 
 
 class Block(nn.Module):
@@ -132,15 +132,15 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden, eps)  # transformers' name: it stands before the MLP
         self.mlp = MLP(spec)
 
-    def forward(self, x_BTC: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
-        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), turn, mask, cache)
-        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+    def forward(self, x_BSh: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+        x_BSh = x_BSh + self.self_attn(self.input_layernorm(x_BSh), turn, mask, cache)
+        return x_BSh + self.mlp(self.post_attention_layernorm(x_BSh))
 
 
 class Llama(nn.Module):
-    """Llama of a ModelSpec, with random weights; `from_transformers` copies those of a LlamaForCausalLM.
+    """Llama as a ModelSpec describes it, with random weights; `from_transformers` copies those of a LlamaForCausalLM.
 
-    `attention` is "eager" or "sdpa"; `run_blocks` as in GPT. Raises SpecError for a spec that is not Llama's.
+    `attention` is "eager" or "sdpa"; `run_blocks` as in GPT. Raises SpecError for a spec of another family.
     """
 
     def __init__(self, spec: ModelSpec, attention: str = "sdpa") -> None:
@@ -159,21 +159,21 @@ class Llama(nn.Module):
         init_weights(self, spec, last=("o_proj.weight", "down_proj.weight"))
 
     def hidden(
-        self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
+        self, ids_BS: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BS: Tensor | None = None
     ) -> Tensor:
-        """Return the hidden states that the head reads, (B, T, C); the arguments are those of `forward`."""
-        x_BTC = self.embed_tokens(ids_BT)
-        if positions_BT is None:
+        """Return the hidden states before the head, (B, S, h); the arguments are those of `forward`."""
+        x_BSh = self.embed_tokens(ids_BS)
+        if positions_BS is None:
             past = cache.length if cache is not None else 0
-            positions_BT = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)[None]  # (1, T)
-        turned = turn(self.rope, self.spec.head_dim, positions_BT, x_BTC.dtype)
-        return self.norm(self.run_blocks(self.layers, x_BTC, turned, mask, cache))
+            positions_BS = torch.arange(past, past + ids_BS.shape[1], device=ids_BS.device)[None]  # (1, S)
+        turned = turn(self.rope, self.spec.head_dim, positions_BS, x_BSh.dtype)
+        return self.norm(self.run_blocks(self.layers, x_BSh, turned, mask, cache))
 
     def forward(
-        self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
+        self, ids_BS: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BS: Tensor | None = None
     ) -> Tensor:
-        """Return the logits, (B, T, V): those at t predict token t + 1. The arguments are those of GPT.forward."""
-        return self.lm_head(self.hidden(ids_BT, cache, mask, positions_BT))
+        """Return the logits, (B, S, V): those at position t predict token t + 1. Arguments as in GPT.forward."""
+        return self.lm_head(self.hidden(ids_BS, cache, mask, positions_BS))
 
     @classmethod
     def from_spec(cls, source: ModelLike, attention: str = "sdpa") -> Llama:

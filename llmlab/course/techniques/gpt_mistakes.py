@@ -1,6 +1,6 @@
 """Mistakes that run and train: wrong attention, a wrong norm and wrong data for a GPT, and probes that reveal them.
 
-B  sequences     T  tokens     C  hidden size     H  heads     D  size of a head     V  vocabulary
+B  sequences     S  tokens per sequence     h  hidden size     a  heads     d  size of a head     V  vocabulary
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from ...data import windows
 
 
 @torch.no_grad()
-def influence(model: nn.Module, ids_T: Tensor) -> Tensor:
-    """Return which tokens the logits depend on, bool (T, T): (t, s) is True if another token at s changes those at t.
+def influence(model: nn.Module, ids_S: Tensor) -> Tensor:
+    """Return which tokens the logits depend on, bool (S, S): (t, s) is True if a new token at s changes those at t.
 
     Computed in fp64, where rounding is far below any influence. For a decoder it is the lower triangle.
     """
-    model, T = copy.deepcopy(model).double().eval(), len(ids_T)
-    texts_TT = ids_T.repeat(T, 1)
-    texts_TT[range(T), range(T)] = texts_TT.diagonal() ^ 1  # text s differs at token s
-    before_TV, after_TTV = model(ids_T[None])[0], model(texts_TT)
-    return ((after_TTV - before_TV).abs().amax(-1) > 1e-9).T
+    model, S = copy.deepcopy(model).double().eval(), len(ids_S)
+    texts_SS = ids_S.repeat(S, 1)
+    texts_SS[range(S), range(S)] = texts_SS.diagonal() ^ 1  # text s differs at token s
+    before_SV, after_SSV = model(ids_S[None])[0], model(texts_SS)
+    return ((after_SSV - before_SV).abs().amax(-1) > 1e-9).T
 
 
 # ---- wrong attention
 
 
-def attend_without_mask(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object) -> Tensor:
-    """WRONG: every token sees the later ones, including the one it has to predict."""
-    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD)
+def attend_without_mask(q_BaSd: Tensor, k_BaSd: Tensor, v_BaSd: Tensor, *_: object) -> Tensor:
+    """WRONG: every token attends to later ones, including the one that it has to predict."""
+    return F.scaled_dot_product_attention(q_BaSd, k_BaSd, v_BaSd)
 
 
-def attend_over_heads(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object) -> Tensor:
-    """WRONG: tokens and heads are exchanged, so a token's heads attend to each other and no token sees another."""
-    q_BTHD, k_BTHD, v_BTHD = (t.transpose(1, 2) for t in (q_BHTD, k_BHTD, v_BHTD))
-    return F.scaled_dot_product_attention(q_BTHD, k_BTHD, v_BTHD).transpose(1, 2)  # the shape is right again
+def attend_over_heads(q_BaSd: Tensor, k_BaSd: Tensor, v_BaSd: Tensor, *_: object) -> Tensor:
+    """WRONG: tokens and heads are exchanged. The heads of a token attend to each other, and no token to another one."""
+    q_BSad, k_BSad, v_BSad = (t.transpose(1, 2) for t in (q_BaSd, k_BaSd, v_BaSd))
+    return F.scaled_dot_product_attention(q_BSad, k_BSad, v_BSad).transpose(1, 2)  # the shape is right again
 
 
 # ---- another norm
@@ -55,8 +55,8 @@ class BatchNorm(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(size)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.norm(x_BTC.flatten(0, 1)).view_as(x_BTC)
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        return self.norm(x_BSh.flatten(0, 1)).view_as(x_BSh)
 
 
 def with_norm(model: nn.Module, make: Callable[[int], nn.Module]) -> nn.Module:

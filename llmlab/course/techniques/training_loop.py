@@ -5,7 +5,7 @@
 trains a small Llama on the Python documentation and writes a folder that transformers' from_pretrained reads. With
 --small in place of --steps it is the longer run that made llmlab/course/architectures/small_llama.
 
-    B  micro_batch     T  seq_len     V  vocabulary
+    B  micro_batch     S  seq_len     V  vocabulary
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class History:
     seconds: float = 0.0
 
 
-def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+def next_token_loss(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor:
     """Return the mean of −ln p(token t + 1 | tokens to t), in nats.
 
-    The logits at t are held against the id at t + 1.
+    The logits at position t predict the id at t + 1.
     """
-    predicted, answers = logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
+    predicted, answers = logits_BSV[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten()
     return F.cross_entropy(predicted.float(), answers)
 
 
@@ -133,7 +133,7 @@ def train(
 ) -> History:
     """Train `model` in place on windows of the ids `training`, (tokens,).
 
-    Return the history of the run. `model(ids_BT)` gives the logits, (B, T, V).
+    Return the history of the run. `model(ids_BS)` returns the logits, (B, S, V).
     `optimizer` is by default `adamw(model, recipe)`; the learning rates of its groups
     follow the schedule. Raises SpecError if a text is shorter than a window.
     """
@@ -151,8 +151,8 @@ def train(
         # A step's number determines its batch, so a run that resumes at step n needs
         # no state of a sampler.
         seed = batch_seed(recipe.seed, step)
-        ids_BT = windows(training, recipe.micro_batch, recipe.seq_len, seed).to(device)
-        step_loss = loss(model(ids_BT), ids_BT)
+        ids_BS = windows(training, recipe.micro_batch, recipe.seq_len, seed).to(device)
+        step_loss = loss(model(ids_BS), ids_BS)
         optimizer.zero_grad()
         step_loss.backward()
         # After backward and before the update.
@@ -160,7 +160,7 @@ def train(
         optimizer.step()
         history.losses.append(step_loss.item())
         history.grad_norms.append(norm.item())
-        history.tokens += ids_BT.numel()
+        history.tokens += ids_BS.numel()
     held_out = evaluate(model, validation, recipe, loss)
     history.evaluations.append((recipe.steps, held_out))
     history.seconds = time.perf_counter() - start

@@ -90,8 +90,8 @@ def test_left_padding_needs_mask_and_positions(theirs, ids, attention):
     real = torch.arange(14)[None] >= 4
     mask, positions = visible(14, 14, real), (real.cumsum(-1) - 1).clamp(min=0)
     expected = ours(text)
-    torch.testing.assert_close(ours(padded, mask=mask, positions_BT=positions)[:, 4:], expected, **WITHIN)
-    for wrong in ({}, {"mask": mask}, {"positions_BT": positions}):
+    torch.testing.assert_close(ours(padded, mask=mask, positions_BS=positions)[:, 4:], expected, **WITHIN)
+    for wrong in ({}, {"mask": mask}, {"positions_BS": positions}):
         assert (ours(padded, **wrong)[:, 4:] - expected).abs().max() > 0.01
     same = theirs(padded, attention_mask=real.long(), position_ids=positions).logits[:, 4:]
     torch.testing.assert_close(same, expected, **WITHIN)
