@@ -2,9 +2,9 @@
 
     python -m llmlab.course.experiments.learning_rates
 
-trains all runs again (about 20 minutes on one core) and writes learning_rates.json, which `results` reads. All runs have
-the same model, the same number of steps and tokens, and the same schedule; they differ in optimizer, peak learning rate,
-warm-up and seed.
+trains all runs again (about 20 minutes on one core) and writes learning_rates.json, which `results` reads. All runs
+have the same model, the same number of steps and tokens, and the same schedule after the first steps. They differ in
+optimizer, peak learning rate, warm-up and seed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def muon(model: nn.Module) -> Optimizer:
 
 
 def large_norm_steps(model: nn.Module) -> Optimizer:
-    """Return AdamW with 30 times the learning rate for norms, the ratio of the first steps of Adafactor."""
+    """Return AdamW with 30 times the learning rate for the weights of norms."""
     norms = [w for name, w in model.named_parameters() if "ln" in name and name.endswith("weight")]
     others = [w for name, w in model.named_parameters() if not ("ln" in name and name.endswith("weight"))]
     return torch.optim.AdamW([{"params": norms, "scale": 30.0}, {"params": others}], lr=1.0, weight_decay=0.1)
@@ -152,11 +152,9 @@ def held_out_loss(model: nn.Module, ids: Tensor) -> float:
 
 def plan() -> list[tuple[str, float, int, str]]:
     """Return the arguments of all runs: every optimizer with warm-up, and AdamW and SGD with the other schedules."""
-    runs = [(name, rate, seed, "warm-up") for name, (_, rates) in OPTIMIZERS.items() for rate in rates for seed in SEEDS]
-    for name in ("AdamW", "SGD, momentum"):
-        for schedule in ("no warm-up", "moments first"):
-            runs += [(name, rate, seed, schedule) for rate in OPTIMIZERS[name][1] for seed in SEEDS]
-    return runs
+    wanted = [(name, "warm-up") for name in OPTIMIZERS]
+    wanted += [(name, schedule) for name in ("AdamW", "SGD, momentum") for schedule in ("no warm-up", "moments first")]
+    return [(name, rate, seed, schedule) for name, schedule in wanted for rate in OPTIMIZERS[name][1] for seed in SEEDS]
 
 
 def results() -> list[Result]:

@@ -32,7 +32,7 @@ def plot_states(states: Mapping[str, tuple[str, float]]) -> Picture:
         if not inside:
             label(ax, end + 6, y + 13, words)
     sizes = ", ".join(f"{name} {size:.3f}" for name, (_, size) in states.items())
-    return finished(picture, f"Each parameter has 4 bytes of weight, 4 of gradient, and these bytes of states: {sizes}.")
+    return finished(picture, f"Each parameter has 4 bytes of weight, 4 of gradient, and states of: {sizes} bytes.")
 
 
 class Layout(NamedTuple):
