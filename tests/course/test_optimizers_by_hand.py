@@ -27,7 +27,8 @@ class Traffic(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._schema.name in ("aten::view", "aten::_local_scalar_dense", "aten::detach"):
             return result
-        written = [a for a, s in zip(args, func._schema.arguments) if s.alias_info and s.alias_info.is_write]
+        arguments = zip(args, func._schema.arguments, strict=False)
+        written = [value for value, one in arguments if one.alias_info and one.alias_info.is_write]
         for tensor in (*tree_leaves((args, kwargs)), *tree_leaves(written or result)):
             if torch.is_tensor(tensor):
                 self.elements += tensor.numel()

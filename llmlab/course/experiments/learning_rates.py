@@ -81,7 +81,8 @@ def large_norm_steps(model: nn.Module) -> Optimizer:
     """Return AdamW with 30 times the learning rate for the weights of norms."""
     norms = [w for name, w in model.named_parameters() if "ln" in name and name.endswith("weight")]
     others = [w for name, w in model.named_parameters() if not ("ln" in name and name.endswith("weight"))]
-    return torch.optim.AdamW([{"params": norms, "scale": 30.0}, {"params": others}], lr=1.0, weight_decay=0.1)
+    groups: list[dict[str, Any]] = [{"params": norms, "scale": 30.0}, {"params": others}]
+    return torch.optim.AdamW(groups, lr=1.0, weight_decay=0.1)
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Optimizer], tuple[float, ...]]] = {

@@ -24,7 +24,7 @@ def plot_states(states: Mapping[str, tuple[str, float]]) -> Picture:
     label(ax, LEFT, 12, "bytes per parameter", weight="bold")
     for row, (name, (what, size)) in enumerate(states.items()):
         y = 26 + 33 * row
-        words = f"{what} {size:.3g}" if what else "none"
+        words = f"{what} {round(size, 3):.3g}" if what else "none"
         inside = words if size > 3 else ""
         label(ax, 100, y + 13, name, "right")
         pieces = [(4, "weight 4", WEIGHTS), (4, "gradient 4", GRADIENTS)]
@@ -72,8 +72,8 @@ def plot_factors(squares: Sequence[Sequence[float]], rows: Sequence[float], colu
     mean = sum(rows) / len(rows)
     product = [[row * column / mean for column in columns] for row in rows]
     largest = max(max(max(row) for row in matrix) for matrix in (squares, product, [rows], [columns]))
-    picture, ax = sketch(102 + cell * height)
-    top, left, right = 68, LEFT, 388 - cell * width
+    picture, ax = sketch(112 + cell * height)
+    top, left, right = 78, LEFT, 388 - cell * width
     label(ax, left, 14, "AdamW stores", weight="bold")
     label(ax, left, 32, f"{height} × {width} = {height * width} numbers")
     _cells(ax, left, top, squares, largest)
