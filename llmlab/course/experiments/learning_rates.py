@@ -2,7 +2,7 @@
 
     python -m llmlab.course.experiments.learning_rates
 
-trains all runs again (about 20 minutes on one core) and writes learning_rates.json, which `results` reads. All runs
+trains all runs again (about 15 minutes on one core) and writes learning_rates.json, which `results` reads. All runs
 have the same model, the same number of steps and tokens, and the same schedule after the first steps. They differ in
 optimizer, peak learning rate, warm-up and seed.
 """
@@ -38,19 +38,18 @@ TINY_GPT: dict[str, Any] = {
 
 
 class RelativeAdamW(AdamW):
-    """AdamW whose learning rate is multiplied by the root mean square of each tensor, as in Adafactor."""
+    """AdamW without decay, whose learning rate is multiplied by the root mean square of each tensor."""
 
     def update(self, w, g, state, group):
-        size = max(1e-3, root_mean_square(w))
+        size = max(1e-3, root_mean_square(w))  # as in Adafactor
         super().update(w, g, state, {**group, "lr": group["lr"] * size, "weight_decay": 0.0})
 
 
 class AbsoluteAdafactor(Adafactor):
-    """Adafactor whose step is the learning rate itself, as in AdamW, whatever the size of the tensor."""
+    """Adafactor whose step size is the learning rate itself, as in AdamW, whatever the size of the tensor."""
 
-    def update(self, w, g, state, group):
-        size = max(group["eps2"], root_mean_square(w))
-        super().update(w, g, state, {**group, "lr": group["lr"] / size})
+    def step_size(self, w, t, group):
+        return group["lr"]
 
 
 class Both(Optimizer):

@@ -63,7 +63,7 @@ def plot_schedules(factors: Mapping[str, Sequence[float]]) -> Picture:
     picture, (ax,) = new_picture(2.8, width=PHONE)
     for (name, values), color, style in zip(factors.items(), COLORS, ("-", "--", ":"), strict=False):
         ax.plot(range(len(values)), values, color=color, linestyle=style, linewidth=2.2, label=name)
-    number_axes(ax, "step", "share of the peak learning rate")
+    number_axes(ax, "step", "share of the peak rate")
     picture.legend(loc="outside lower center", ncols=3, fontsize=SMALL)
     middles = ", ".join(f"{name} {values[len(values) // 2]:.2f}" for name, values in factors.items())
     picture.alt = f"Learning-rate schedules over {len(next(iter(factors.values()))) - 1} steps. At half: {middles}."

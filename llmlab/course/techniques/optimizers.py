@@ -150,8 +150,10 @@ class Adafactor(Rule):
             v = moment(state, "v", w).lerp_(g.square(), new)
         step = g / v.clamp(min=eps1**2).sqrt()
         step = step / max(1.0, root_mean_square(step))
-        lr = min(group["lr"], 1 / math.sqrt(t)) * max(group["eps2"], root_mean_square(w))
-        w.sub_(lr * step)
+        w.sub_(self.step_size(w, t, group) * step)
+
+    def step_size(self, w, t, group):
+        return min(group["lr"], 1 / math.sqrt(t)) * max(group["eps2"], root_mean_square(w))
 
 
 def root_mean_square(x: Tensor) -> float:
