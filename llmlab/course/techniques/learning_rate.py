@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
-    """Scale all gradients by one factor so that their joint norm is at most `most`; return the norm before clipping.
+def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:
+    """Scale all gradients by one factor so that their joint norm is at most `limit`; return the norm before.
 
-    One norm over all parameters keeps the gradient's direction (Pascanu et al., arXiv 1211.5063, algorithm 1).
+    One factor for all parameters keeps the direction of the gradient (Pascanu et al., arXiv 1211.5063, algorithm 1).
     """
     gradients = [w.grad for w in parameters if w.grad is not None]
     norm = torch.stack([g.float().norm() for g in gradients]).norm()
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch/nn/utils/clip_grad.py: the norm may be 0
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch/nn/utils/clip_grad.py: the norm may be 0
     for g in gradients:
         g.mul_(factor)
     return norm
@@ -41,7 +41,7 @@ def warmup_cosine(step: int, warmup: int, total: int, least: float = 0.0) -> flo
 def warmup_stable_decay(step: int, warmup: int, stable: int, decay: int, least: float = 0.0) -> float:
     """Return a factor: linear from `least` to 1 in `warmup` steps, 1 for `stable`, linear to `least` in `decay` steps.
 
-    WSD (Hu et al., arXiv 2404.06395, section 4). When training ends need not be decided before the decay begins.
+    WSD (Hu et al., arXiv 2404.06395, section 4). The length of the run can be decided when the decay begins.
     """
     if step < warmup:
         return least + (1 - least) * step / warmup

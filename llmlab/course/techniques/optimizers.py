@@ -125,11 +125,12 @@ class Lion(Rule):
 
 
 class Adafactor(Rule):
-    """A matrix's v as the product of its row and column means: rows + columns numbers instead of rows × columns.
+    """Adam without m, and with the row means and column means of v instead of v itself.
 
-    Shazeer and Stern, arXiv 1804.04235, algorithm 4, without a first moment. The step is min(lr, 1 / √t) times the
-    weights' root mean square (at least `eps2`); an update whose root mean square is above 1 is scaled down to 1. β2
-    grows towards 1: 1 − t^`decay`. `eps1`: None is the dtype's machine epsilon, as in torch/optim/_adafactor.py.
+    Shazeer and Stern, arXiv 1804.04235, algorithm 4, without a first moment. The learning rate, at most 1 / √t, is
+    multiplied by the root mean square of the tensor's weights (at least `eps2`). An update whose root mean square is
+    above 1 is scaled down to 1. β2 is 1 − t^`decay`, which grows towards 1. `eps1` is the smallest root of v; None is
+    the machine epsilon of the dtype, as in torch/optim/_adafactor.py.
     """
 
     def __init__(self, parameters, lr: float = 1e-2, decay: float = -0.8, eps1: float | None = None, eps2=1e-3):
@@ -149,8 +150,10 @@ class Adafactor(Rule):
             v = moment(state, "v", w).lerp_(g.square(), new)
         step = g / v.clamp(min=eps1**2).sqrt()
         step = step / max(1.0, root_mean_square(step))
-        lr = min(group["lr"], 1 / math.sqrt(t)) * max(group["eps2"], root_mean_square(w))
-        w.sub_(lr * step)
+        w.sub_(self.step_size(w, t, group) * step)
+
+    def step_size(self, w, t, group):
+        return min(group["lr"], 1 / math.sqrt(t)) * max(group["eps2"], root_mean_square(w))
 
 
 def root_mean_square(x: Tensor) -> float:
