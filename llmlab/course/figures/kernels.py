@@ -42,6 +42,23 @@ def draw_kernels(names: Sequence[str], formula: str = "RMSNorm") -> Picture:
     )
 
 
+def draw_programs(rows: int = 4) -> Picture:
+    """Return a drawing of a Triton kernel for RMSNorm: one program per row, each loads its row once and stores it."""
+    picture, ax = sketch(64 + 44 * rows)
+    for x, name, align in ((LEFT, "x: memory", "left"), (210, "registers", "center"), (388, "y: memory", "right")):
+        label(ax, x, 12, name, align, weight="bold")
+    for row in range(rows):
+        y = 30 + 44 * row
+        box(ax, LEFT, y, 80, 26, f"row {row}", MEMORY)
+        box(ax, 150, y, 120, 26, f"program {row}", FUSED)
+        box(ax, 308, y, 80, 26, f"row {row}", MEMORY)
+        link(ax, (92, y + 13), (150, y + 13), "load", color=READ)
+        link(ax, (270, y + 13), (308, y + 13), color=WRITTEN)
+    label(ax, 210, 44 + 44 * rows, "square, mean, root, divide, multiply by the weight", "center", color=MUTED)
+    return finished(picture, f"{rows} programs. Each loads one row of x into registers, normalizes it there, and "
+                             "stores one row of y.")  # fmt: skip
+
+
 def draw_graph_break() -> Picture:
     """Return a drawing of a compiled function with a graph break in it, and of the same function without one."""
     picture, ax = sketch(300)

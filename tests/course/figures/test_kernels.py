@@ -23,3 +23,7 @@ def test_bars_of_the_loss_have_their_bytes():
 
 def test_rungs_are_listed_by_kernel():
     assert "softmax: naive 8, fused 2." in kernels.draw_rungs({"softmax": [8, 2]}, ["naive", "fused"]).alt
+
+
+def test_each_row_has_a_program():
+    assert kernels.draw_programs(3).alt.startswith("3 programs")
