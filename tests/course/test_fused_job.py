@@ -1,4 +1,4 @@
-"""The sums by hand of the chapter on fused kernels are those of the estimate: three moments of memory, and the chunks."""
+"""The sums by hand of the chapter on fused kernels are those of the estimate: three peaks of memory, and the chunks."""
 
 from dataclasses import replace
 

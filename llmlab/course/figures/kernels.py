@@ -107,7 +107,7 @@ def draw_chunks() -> Picture:
     )
 
 
-def draw_loss_memory(ways: Mapping[str, Sequence[tuple[str, float]]]) -> Picture:
+def draw_loss_memory(ways: Mapping[str, Sequence[tuple[str, int]]]) -> Picture:
     """Return bars of the tensors around the loss, a bar for each way: (name, bytes) of its tensors."""
     largest = max(sum(size for _, size in tensors) for tensors in ways.values())
     picture, ax = sketch(14 + 74 * len(ways))
@@ -134,11 +134,13 @@ def draw_rungs(moved: Mapping[str, Sequence[float]], ways: Sequence[str]) -> Pic
     rows, colors = range(len(moved)), [PALETTE[i] for i in (3, 1, 4, 2, 0)]
     with styled():
         picture, (ax,) = new_picture(1.3 + 0.42 * len(moved))
-        ax.hlines(rows, *zip(*((min(x), max(x)) for x in moved.values())), color=MUTED, linewidth=1)
-        for way, x, marker, color in zip(ways, zip(*moved.values()), "osD^v", colors):
-            ax.plot(x, rows, marker, label=way, color=color, ms=8, mec=INK, mew=0.6)
-        for row, x in enumerate(moved.values()):
-            for value in (x[0], x[-1]):
+        lowest, highest = ([choose(values) for values in moved.values()] for choose in (min, max))
+        ax.hlines(rows, lowest, highest, color=MUTED, linewidth=1)
+        for number, way in enumerate(ways):
+            x = [values[number] for values in moved.values()]
+            ax.plot(x, rows, "osD^v"[number], label=way, color=colors[number], ms=8, mec=INK, mew=0.6)
+        for row, values in enumerate(moved.values()):
+            for value in (values[0], values[-1]):
                 ax.annotate(f"{value:.3g}", (value, row), xytext=(0, 7), textcoords="offset points", ha="center",
                             size=SMALL)  # fmt: skip
         name_rows(ax, list(moved))
@@ -148,7 +150,9 @@ def draw_rungs(moved: Mapping[str, Sequence[float]], ways: Sequence[str]) -> Pic
         ax.set_xlabel("bytes moved, forward and backward (readings of the input)")
         ax.grid(axis="x", color=FAINT, linewidth=0.6)
         picture.legend(loc="outside lower center", ncols=3, handletextpad=0.3)
-    numbers = (f"{kernel}: {', '.join(f'{way} {value:.3g}' for way, value in zip(ways, x))}."
-               for kernel, x in moved.items())  # fmt: skip
+    numbers = []
+    for kernel, values in moved.items():
+        pairs = (f"{way} {value:.3g}" for way, value in zip(ways, values, strict=False))
+        numbers.append(f"{kernel}: {', '.join(pairs)}.")
     picture.alt = f"{ax.get_xlabel()}. {' '.join(numbers)}"
     return picture

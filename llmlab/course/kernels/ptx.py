@@ -168,7 +168,8 @@ def compared(kernels: Sequence[Sequence[Any]]) -> list[dict[str, int]]:
     Keys: barriers, exchanges, copies (as `loops` counts them), registers per thread, spilled and shared bytes.
     """
     found = []
-    for loop, row in zip(in_its_own_process("loops", kernels), in_its_own_process("compile_kernel", kernels)):
+    loop_counts, rows = (in_its_own_process(name, kernels) for name in ("loops", "compile_kernel"))
+    for loop, row in zip(loop_counts, rows, strict=True):
         registers, spilled, shared = map(int, row[-3:])
         found.append({**loop, "registers": registers, "spilled": spilled, "shared": shared})
     return found
