@@ -38,7 +38,9 @@ RUNGS = (
     Rung("06-accumulation", "4 micro-batches of 1 sequence", {"micro_batch": 1, "accumulation": 4}),
     Rung("07-optimizers", "Adafactor instead of AdamW", {"optimizer": "adafactor"}),
     Rung("08-checkpointing", "activation checkpointing", {"checkpointing": "full"}),
-    Rung("09-kernels", "fused kernels (Liger)", {"kernels": "liger"}),
+    # With whole logits, four sequences together do not fit: a segment for fp32 logits takes 1.96 GiB.
+    Rung("09-kernels", "fused kernels (Liger), 4 sequences together",
+         {"kernels": "liger", "micro_batch": 4, "accumulation": 1}),
     # Up to torch 2.13, SDPA alone would leave grouped heads on a T4 to "math", which writes the scores to memory.
     Rung("10-flash-attention", "fused attention (SDPA, heads repeated)", {"attention": "efficient"}),
 )

@@ -9,7 +9,10 @@ twice what they load twice (`asked`), of which a cache may spare the second time
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -72,6 +75,19 @@ def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat
         with mock.patch.object(norm, "PROGRAMS", norm.PROGRAMS * ROWS // REAL_ROWS):
             found += [_count(kernel, rung, dtype, "cpu", count_moved) for rung in (3, 4)]
     return found
+
+
+def count_all(card: str) -> dict[str, list[Counted]]:
+    """Return `count_ladder` of every kernel, by its name. Where Triton compiles, another process interprets."""
+    if rungs.triton is None or rungs.INTERPRETED:
+        return {kernel: count_ladder(kernel, card) for kernel in FLOPS}
+    script = (
+        "import pickle, sys\nfrom llmlab.simulation.ladder_traffic import count_all\n"
+        "sys.stdout.buffer.write(pickle.dumps(count_all(sys.argv[1])))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script, card], env=environment, capture_output=True, check=True)
+    return pickle.loads(done.stdout)
 
 
 def _count(

@@ -9,6 +9,7 @@ have been started with TRITON_INTERPRET=1. It shows that a kernel compiles and f
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -151,6 +153,26 @@ def in_its_own_process(name: str, kernels: Sequence[Sequence[Any]]) -> list[Any]
         input=json.dumps([name, [list(each) for each in kernels]]), capture_output=True, text=True,
     )  # fmt: skip
     return json.loads(done.stdout)
+
+
+def in_a_file(kernel: Any, folder: str | Path) -> str:
+    """Write the source of a kernel that is defined in a notebook to a file in `folder`; return its path."""
+    source = dedent(inspect.getsource(getattr(kernel, "fn", kernel)))
+    (path := Path(folder, "own.py")).write_text("import triton\nimport triton.language as tl\n\n" + source, "utf-8")
+    return str(path)
+
+
+def compared(kernels: Sequence[Sequence[Any]]) -> list[dict[str, int]]:
+    """Return for each list of `compiled`'s arguments what the kernel does in a loop, and what it uses.
+
+    Keys: barriers, exchanges, copies (as `loops` counts them), registers per thread, spilled and shared bytes.
+    """
+    found = []
+    loop_counts, rows = (in_its_own_process(name, kernels) for name in ("loops", "compile_kernel"))
+    for loop, row in zip(loop_counts, rows, strict=True):
+        registers, spilled, shared = map(int, row[-3:])
+        found.append({**loop, "registers": registers, "spilled": spilled, "shared": shared})
+    return found
 
 
 @click.command()

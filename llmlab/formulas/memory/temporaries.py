@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import stack_of
 from .. import gptq, newton_schulz
@@ -97,6 +98,12 @@ def loss_chunk(spec: ModelSpec, tokens: int) -> int:
     return min(tokens, 1 << (-(-tokens // pieces) - 1).bit_length())
 
 
+def adds_apart(gpu: GPU | None) -> bool:
+    """Return whether Liger's loss adds up the gradients of the head's weight outside of the matmuls: each chunk's is
+    made, converted to fp32 and added. It does so before compute capability 8.0."""
+    return gpu is not None and (gpu.compute_capability or (8, 0)) < (8, 0)
+
+
 def loss_bytes(share: Share) -> LossBytes:
     """Return the bytes around the loss; none on a stage without the head.
 
@@ -110,7 +117,10 @@ def loss_bytes(share: Share) -> LossBytes:
         return LossBytes()
     if run.kernels == "liger":
         chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp  # never whole
-        weight_gradient = 0 if run.lora else spec.vocab * spec.hidden * share.bytes.gradients // run.tp
+        elements = 0 if run.lora else spec.vocab * spec.hidden // run.tp
+        weight_gradient = elements * share.bytes.gradients
+        if adds_apart(share.gpu):
+            chunk += elements * (c + 4 if c < 4 else 4)
         # From then on it is the head's gradient.
         return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
     logits = share.tokens * spec.vocab // share.loss_ranks

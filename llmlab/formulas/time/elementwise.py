@@ -22,7 +22,7 @@ from ..memory.precision import PRECISION
 from ..memory.scores import score_elements, softmax_element
 from ..memory.share import Share, adapted, adapter_bytes, by_bitsandbytes, share_of
 from ..memory.states import block_parameters, states
-from ..memory.temporaries import loss_chunk
+from ..memory.temporaries import adds_apart, loss_chunk
 from .products import is_last, multiplied_wide
 from .stacks import megatron, torchtitan
 from .traffic import Pass, cast, rmsnorm
@@ -122,13 +122,22 @@ def biases(share: Share) -> float:
 
 
 def head_casts(share: Share) -> float:
-    """Return the bytes in which autocast casts the head's weight down for each chunk of Liger's loss: once to multiply
-    by it transposed, which is a view and not cached, and once for the input's gradient, cached where it is trained."""
+    """Return the bytes that the chunks of Liger's loss move under autocast, in addition to their logits.
+
+    Each chunk casts the head's weight down to multiply by its transpose, which is a view and not cached, and once for
+    the input's gradient, cached where it is trained. GPUs before compute capability 8.0 also convert each chunk's
+    gradient of the weight to fp32 and add it to the sum, with two kernels of their own; on later ones the matmul itself
+    adds to the sum (liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py).
+    """
     spec, run, b = share.spec, share.run, share.bytes
     if not share.autocast:
         return 0.0
     chunks = -(-share.tokens // loss_chunk(spec, share.tokens))
-    return (2 * chunks if run.lora else chunks + 1) * cast(b.weights, b.compute) * spec.vocab * spec.hidden / run.tp
+    each = cast(b.weights, b.compute)
+    moves: float = 2 * chunks * each if run.lora else (chunks + 1) * each
+    if not run.lora and adds_apart(share.gpu):
+        moves += chunks * (cast(b.compute, 4) + 3 * 4)
+    return moves * spec.vocab * spec.hidden / run.tp
 
 
 def plain_block(share: Share) -> float:

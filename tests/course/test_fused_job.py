@@ -1,0 +1,56 @@
+"""The sums by hand of the chapter on fused kernels are those of the estimate: three peaks of memory, and the chunks."""
+
+from dataclasses import replace
+
+import pytest
+
+import llmlab as lab
+from llmlab.course.job import GPU, MODEL, job
+from llmlab.formulas.memory.temporaries import adds_apart, loss_chunk
+from llmlab.formulas.time.elementwise import moved
+
+L, h, V, a, S = 16, 2048, 128_256, 32, 1024
+N = lab.model(MODEL).parameters
+BEFORE, AFTER = job("08-checkpointing"), job("09-kernels")
+
+
+def by_hand(B, m, liger):
+    T, earlier = B * S, 4 * N if m > 1 else 0
+    around = 10 * V * h + 2 * loss_chunk(lab.model(MODEL), T) * V if liger else 10 * T * V
+    inputs = (4 * L + 10) * T * h
+    whole = 0 if liger else 4 * N + 2 * V * h + inputs + 14 * T * V + earlier
+    return max(6 * N + inputs + around + earlier, whole, 8 * N + 16 * a * B * S**2 + 24 * T * h)
+
+
+@pytest.mark.parametrize(("B", "m"), [(1, 4), (4, 1)])
+@pytest.mark.parametrize("kernels", [None, "liger"])
+def test_the_peak_is_the_highest_of_three_moments(B, m, kernels):
+    report = lab.estimate(MODEL, replace(BEFORE, micro_batch=B, accumulation=m, kernels=kernels), GPU)
+    assert report.peak_allocated == pytest.approx(by_hand(B, m, kernels == "liger"), rel=0.01)
+
+
+def test_the_scores_of_one_layer_grow_with_16_bytes_each():
+    one, two = (lab.estimate(MODEL, replace(AFTER, micro_batch=1, seq_len=n), GPU).peak_allocated for n in (4096, 8192))
+    assert two - one == pytest.approx(16 * a * (8192**2 - 4096**2) + 24 * 4096 * h, rel=0.03)
+
+
+def test_on_a_t4_the_fused_loss_saves_memory_only_from_more_tokens_than_the_hidden_size():
+    def forward(tokens, kernels):
+        run = replace(BEFORE, seq_len=tokens, kernels=kernels)
+        return lab.estimate(MODEL, run, GPU).phases["forward"]
+
+    assert forward(h // 2, "liger") > forward(h // 2, None)
+    assert forward(2 * h, "liger") < forward(2 * h, None)
+
+
+def test_each_chunk_moves_24_bytes_per_weight_of_the_head_on_a_t4_and_6_on_an_a100():
+    spec = lab.model(MODEL)
+    chunks = -(-4 * S // loss_chunk(spec, 4 * S))
+    for gpu, each in ((lab.gpu("T4"), 24), (lab.gpu("A100-80GB"), 6)):
+        assert adds_apart(gpu) == (each == 24)
+        assert moved(spec, AFTER, gpu).loss == 8 * 4 * S * V + (each * chunks + 6) * V * h
+
+
+def test_four_sequences_together_fit_only_with_the_fused_loss():
+    assert lab.estimate(MODEL, AFTER, GPU).outcome == "fits"
+    assert lab.simulate(MODEL, replace(AFTER, kernels=None), GPU).outcome == "out of memory"
