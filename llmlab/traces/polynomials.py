@@ -50,22 +50,18 @@ def polynomial_through(values: tuple[int, ...], at: tuple[tuple[int, int], ...])
     powers = list(product(range(3), degrees))
     for count in range(1, min(MOST, len(at) - 1) + 1):
         for chosen in combinations(powers, count):
-            rows = [[Fraction(batch**power * tokens**degree) for power, degree in chosen] for batch, tokens in at]
-            factors = _solved(rows[:count], values[:count])
-            if factors and all(_sum(factors, row) == value for row, value in zip(rows, values, strict=True)):
+            factors = _solved([[batch**power * tokens**degree for power, degree in chosen] for batch, tokens in at], values)
+            if factors:
                 pairs = zip(factors, chosen, strict=True)
                 return tuple(Monomial(float(factor), *power) for factor, power in pairs)
     return None
 
 
-def _sum(factors: Sequence[Fraction], row: Sequence[Fraction]) -> Fraction:
-    return sum((factor * one for factor, one in zip(factors, row, strict=True)), Fraction(0))
-
-
-def _solved(rows: Sequence[Sequence[Fraction]], values: Sequence[int]) -> list[Fraction] | None:
-    """Return the solution of as many equations as unknowns, by Gauss and Jordan; None where it is not one alone."""
-    system = [[*row, Fraction(value)] for row, value in zip(rows, values, strict=True)]
-    for column in range(len(system)):
+def _solved(rows: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fraction] | None:
+    """Return the one solution of at least as many equations as unknowns, by Gauss and Jordan; None without one."""
+    system = [[Fraction(number) for number in (*row, value)] for row, value in zip(rows, values, strict=True)]
+    unknowns = len(rows[0])
+    for column in range(unknowns):
         pivot = next((number for number in range(column, len(system)) if system[number][column]), None)
         if pivot is None:
             return None
@@ -74,4 +70,6 @@ def _solved(rows: Sequence[Sequence[Fraction]], values: Sequence[int]) -> list[F
         for number, row in enumerate(system):
             if number != column:
                 system[number] = [a - row[column] * b for a, b in zip(row, system[column], strict=True)]
-    return [row[-1] for row in system]
+    if any(row[-1] for row in system[unknowns:]):
+        return None
+    return [row[-1] for row in system[:unknowns]]

@@ -4,7 +4,7 @@ import json
 from math import gcd
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import llmlab as lab
@@ -86,6 +86,7 @@ def test_a_trace_is_kept_for_its_range_and_made_anew_if_its_file_is_broken(tmp_p
         assert find(spec, run, card) is None
 
 
+@example({(0, 2): 1, (1, 2): 1, (2, 2): 1})  # the first three points do not determine it
 @given(st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 2)), st.integers(1, 2**24), min_size=1, max_size=3))
 def test_a_polynomial_is_found_again_from_its_values(factors):
     """Of at most three monomials, by four points; it may be another one through the same points."""

@@ -172,7 +172,7 @@ class Operators(list):
         inputs = [each for each in arg_tree_leaves(*read, **given) if isinstance(each, Tensor)]
         outputs = [each for each in arg_tree_leaves(out) if isinstance(each, Tensor)]
         if not outputs:  # in place
-            outputs = [each for each in arg_tree_leaves(*_written(func, args)) if isinstance(each, Tensor)]
+            outputs = [each for each in arg_tree_leaves(*_written(func, args, kwargs)) if isinstance(each, Tensor)]
         flops = flops_of(func, args, kwargs, out)
         kind, shape, dtype = _classify(func, flops, args, kwargs, inputs, outputs)
         moved, again, row = _moved(name, inputs, outputs)
@@ -190,11 +190,12 @@ class Operators(list):
         )
 
 
-def _written(func: Any, args: tuple) -> list[Any]:
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operator writes, by its schema, which counts gradients among those of optimizers."""
-    arguments = [(value, argument) for value, argument in zip(args, func._schema.arguments, strict=False)
-                 if argument.name not in ("g", "grads")]  # fmt: skip
-    return [value for value, argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    return [given[argument.name] for argument in func._schema.arguments
+            if argument.name in given and argument.name not in ("g", "grads")
+            and argument.alias_info and argument.alias_info.is_write]  # fmt: skip
 
 
 def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int, int]:

@@ -13,10 +13,12 @@ FP32 = 2e-5  # of the gradient's norm
 
 
 @pytest.fixture(autouse=True)
-def no_state_of_accelerate_is_left():
-    yield
+def own_state_of_accelerate():
+    """Accelerate keeps one state per process: another test's precision would be this one's."""
     from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -555,10 +555,10 @@ X, Q = torch.ones(2, 8), torch.ones(1, 4, 3, 8)
         (lambda: kernels.linear_cross_entropy(X, X.half(), torch.ones(2).long()), "give one dtype"),
         (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=0), "chunk=0 is not a whole"),
         (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=2.5), "chunk=2.5 is not a whole"),
-        (lambda: kernels.attention(Q[..., :0], Q[..., :0], Q[..., :0]), "the heads have no channels; give D >= 1"),
+        (lambda: kernels.attention(Q[..., :0], Q[..., :0], Q[..., :0]), "the heads have no channels; give d >= 1"),
         (lambda: kernels.attention(Q.long(), Q.long(), Q.long()), "give one floating-point dtype"),
         (lambda: kernels.attention(Q, Q[:, :3], Q[:, :3]), "4 query heads cannot share 3 key heads"),
-        (lambda: kernels.attention(Q, Q[..., :4], Q), r"give q \(B, H, T, D\), k and v"),
+        (lambda: kernels.attention(Q, Q[..., :4], Q), r"give q \(B, a, S, d\), k and v"),
     ],
 )
 def test_errors_show_what_was_given_and_what_is_allowed(call, message):
