@@ -50,7 +50,8 @@ def polynomial_through(values: tuple[int, ...], at: tuple[tuple[int, int], ...])
     powers = list(product(range(3), degrees))
     for count in range(1, min(MOST, len(at) - 1) + 1):
         for chosen in combinations(powers, count):
-            factors = _solved([[batch**power * tokens**degree for power, degree in chosen] for batch, tokens in at], values)
+            rows = [[batch**power * tokens**degree for power, degree in chosen] for batch, tokens in at]
+            factors = _solved(rows, values)
             if factors:
                 pairs = zip(factors, chosen, strict=True)
                 return tuple(Monomial(float(factor), *power) for factor, power in pairs)
