@@ -25,7 +25,7 @@ def test_the_flop_of_an_update_with_checkpointing():
 
 def test_tiles_of_128_are_bound_by_bytes_on_a_t4_and_the_sums_of_256_fill_its_registers():
     assert 128 < 2 * RATES.matmul["fp16"] / RATES.bandwidth < 256
-    assert 256 * 256 == REGISTERS
+    assert REGISTERS == 256 * 256
 
 
 def test_the_bytes_of_a_warp_predict_the_gain_of_coalescing():
