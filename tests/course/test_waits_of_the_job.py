@@ -1,6 +1,7 @@
 """Facts of the page on profiles: the optimizer of the job reads two norms of each weight, and its launches are few."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_the_job_reads_292_norms_and_is_bound_by_its_kernels_on_a_t4():
     run = replace(job("10-flash-attention"), kernels=None)
     operators = recorded(MODEL, run, replace(lab.gpu(GPU), memory=2**50)).operators
     names = [operator.name for operator in operators if operator.phase == "optimizer"]
-    before = [previous for previous, name in zip(names, names[1:], strict=False) if name == "aten::linalg_vector_norm"]
+    before = [previous for previous, name in pairwise(names) if name == "aten::linalg_vector_norm"]
     assert sum(name in ("aten::add_", "aten::mul_") for name in before) == 292
     times = timing(operators, efficiencies()[GPU])
     assert times.card == pytest.approx(times.step, rel=0.001) and times.host < times.card / 10
