@@ -12,33 +12,14 @@ import click
 
 from .. import verbs
 from ..base.errors import SpecError
-from ..base.tables import Tabular
+from ..base.tables import Table, Tabular
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.gpu import gpus as all_gpus
-from ..serving.service import ENGINES, KV, WEIGHTS, Service
+from ..serving.service import HELP, Service
 from ..specs.model import model as find_model
 
-HELP = {
-    "engine": f"One of {', '.join(ENGINES)}.",
-    "weights": f"What the linear layers are stored in, one of {', '.join(WEIGHTS)}.",
-    "kv": f"What the KV cache is stored in, one of {', '.join(KV)}.",
-    "tp": "Tensor parallelism: GPUs that share each layer. Default: all of --gpu.",
-    "ep": "Expert parallelism: 1, or tp.",
-    "dp_attention": "Copies of attention, each with its own requests.",
-    "gpu_memory_utilization": "Share of a GPU's memory that the engine takes.",
-    "max_model_len": "Tokens of the longest request. Default: the model's.",
-    "max_num_seqs": "Most requests in a step.",
-    "max_num_batched_tokens": "Most tokens in a step.",
-    "prompt_len": "Tokens of a prompt.",
-    "output_len": "Tokens of an answer.",
-    "range_ratio": "Draw both lengths evenly from this share of them to all of them.",
-    "prefix_hit": "Share of a prompt that the prefix cache has.",
-    "concurrency": "Users, each of whom waits for an answer before the next request.",
-    "rate": "Requests per second, at random times.",
-}  # fmt: skip
 
-
-def add_serve(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
+def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None]) -> None:
     """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
@@ -86,9 +67,9 @@ def add_serve(group: click.Group, show: Callable[[Tabular | str], None]) -> None
 
 
 def _option(name: str, default: Any) -> click.Option:
-    kind = float if name in ("rate", "gpu_memory_utilization", "range_ratio", "prefix_hit") else int
+    shares = ("rate", "gpu_memory_utilization", "range_ratio", "prefix_hit")
+    kind: Any = str if isinstance(default, str) else float if name in shares else int
     shown = None if name == "tp" or default is None else str(default)
-    kind = str if isinstance(default, str) else kind
     return click.Option([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name], show_default=shown or False)
 
 

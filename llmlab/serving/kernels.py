@@ -63,10 +63,10 @@ class EngineKernels:
 
     def computed(self, flops: float, dtype: str) -> float:
         """Return the seconds of `flops` at the share of the data sheet's peak that large matmuls reach."""
-        peak = self.gpu.peak(dtype) or self.gpu.peak("bf16") or self.gpu.peak("fp16")
-        return flops / (COMPUTE * peak)
+        peaks = (self.gpu.peak(kind) for kind in (dtype, "bf16", "fp16", "fp32"))
+        return flops / (COMPUTE * next(peak for peak in peaks if peak))
 
-    @lru_cache(maxsize=1 << 14)  # noqa: B019 (one object per GPU lives as long as the process)
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
     def matmul(self, m: int, n: int, k: int, dtype: str) -> float:
         """Return the seconds of (m, k) · (k, n) with weights in `dtype`.
 
@@ -110,7 +110,7 @@ class EngineKernels:
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
     def latent_prompt(self, heads: int, tokens: int, context: int, head_dim: int) -> float:
-        """Return the seconds of attention of a prompt's `tokens` new tokens with latents turned into keys and values."""
+        """Return the seconds of attention of a prompt's `tokens` new tokens, latents turned into keys and values."""
         if tokens < 1:
             return 0.0
         pairs = (tokens + 1) / 2 + context
@@ -197,20 +197,21 @@ def engine_kernels(gpu: GPU) -> EngineKernels:
             data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise SpecError(f"this version of llmlab reads schema {SCHEMA}")
-        families = ("matmuls", "decode_attentions", "latent_decode", "latent_prefill")
-        grids = [{key: _grid(entry) for key, entry in data.get(family, {}).items()} for family in families]
         experts = {
             engine: {dtype: _expert_times(entry) for dtype, entry in by_dtype.items()}
             for engine, by_dtype in data.get("experts", {}).items()
         }
-        reduces = {engine: _grid(entry) for engine, entry in data.get("all_reduces", {}).items()}
+        return EngineKernels(
+            gpu, kernel_table(gpu.name), _grids(data, "matmuls"), _grids(data, "decode_attentions"),
+            _grids(data, "latent_decode"), _grids(data, "latent_prefill"), experts, _grids(data, "all_reduces"),
+        )  # fmt: skip
     except (ValueError, KeyError, TypeError, SpecError) as error:
         raise SpecError(f"{path} has no kernel times ({error}); tools/import_engine_kernels.py writes them") from None
-    return EngineKernels(gpu, kernel_table(gpu.name), *grids, experts, reduces)
 
 
-def _grid(entry: Mapping[str, Any]) -> Grid:
-    return Grid(tuple(map(tuple, entry["axes"])), tuple(entry["values"]))
+def _grids(data: Mapping[str, Any], family: str) -> dict[str, Grid]:
+    grids = data.get(family, {}).items()
+    return {key: Grid(tuple(map(tuple, entry["axes"])), tuple(entry["values"])) for key, entry in grids}
 
 
 def _expert_times(entry: Mapping[str, Any]) -> ExpertTimes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from math import log
 
 from ..hardware.gpu import GPU
@@ -108,7 +108,7 @@ def arrivals_of(service: Service) -> list[Arrival]:
 def pass_time(spec: ModelSpec, service: Service, gpu: GPU) -> Callable[[Pass], float]:
     """Return the seconds of a pass of the scheduler, as a function."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def seconds(sequences: int, context: int, tokens: int, cached: int) -> float:
         return sum(step_seconds(spec, service, gpu, Step(sequences, context, tokens, cached)).values())
 

@@ -158,8 +158,9 @@ def _dense(
 
 
 def _experts(
-    parts: dict[str, float], kernels: EngineKernels, service: Service, hidden: int, mlp: Experts, tokens: int, dtype: str
-) -> None:
+    parts: dict[str, float], kernels: EngineKernels, service: Service, hidden: int, mlp: Experts, tokens: int,
+    dtype: str,
+) -> None:  # fmt: skip
     tp, ep = (1, service.ep) if service.ep > 1 else (service.tp, 1)
     shape = (hidden, mlp.width, mlp.per_token, mlp.count, tp, ep)
     stored = "int4" if service.weights in ("awq", "gptq") else service.weights

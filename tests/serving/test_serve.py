@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from click.testing import CliRunner
@@ -99,8 +100,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_does():
 def test_more_users_more_throughput_less_speed():
     points = frontier(LLAMA, lab.Service(), H100)
     assert [point.users for point in points][:3] == [1, 2, 4]
-    assert all(a.tokens_per_second < b.tokens_per_second for a, b in zip(points, points[1:], strict=False))
-    assert all(0.98 * a.tpot < b.tpot for a, b in zip(points, points[1:], strict=False))
+    assert all(a.tokens_per_second < b.tokens_per_second for a, b in pairwise(points))
+    assert all(0.98 * a.tpot < b.tpot for a, b in pairwise(points))
 
 
 def test_the_cheapest_deployment_meets_the_service_level():
