@@ -36,15 +36,16 @@ UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, re
 class Service:
     """A deployment of one model on tp GPUs, and the requests that it gets.
 
-    `engine`: "vllm", "sglang" or "trtllm". `weights`: what the linear layers are stored in; "mxfp4" and "nvfp4" of a
-    mixture of experts are those of its experts. `kv`: the cache's dtype. `tp`: degree of tensor parallelism; `ep`: GPUs
-    over which the experts are divided, tp or 1; `dp_attention`: copies of attention, each on tp / dp_attention GPUs
-    with requests of its own. `gpu_memory_utilization`: share of a GPU's memory that the engine takes; `max_model_len`:
-    tokens of the longest request (None: the model's); `max_num_seqs`: requests in a step; `max_num_batched_tokens`:
-    tokens in a step (None: what vLLM's server takes on the GPU, see `limits`). `prompt_len` and `output_len`: tokens of
-    a request; with a `range_ratio` below 1 both are drawn evenly from range_ratio · length to length, as load generators
-    do; `prefix_hit`: share of the prompt that the prefix cache has. `concurrency`: users, each of whom waits for an answer
-    before the next request; or `rate`: requests per second that come at random.
+    `engine`: "vllm", "sglang" or "trtllm". `weights`: what the linear layers are stored in; "mxfp4" and "nvfp4" of
+    a mixture of experts are those of its experts. `kv`: the cache's dtype. `tp`: degree of tensor parallelism;
+    `ep`: GPUs over which the experts are divided, tp or 1; `dp_attention`: copies of attention, each on tp /
+    dp_attention GPUs with requests of its own. `gpu_memory_utilization`: share of a GPU's memory that the engine
+    takes; `max_model_len`: tokens of the longest request (None: the model's); `max_num_seqs`: requests in a step;
+    `max_num_batched_tokens`: tokens in a step (None: what vLLM's server takes on the GPU, see `limits`).
+    `prompt_len` and `output_len`: tokens of a request; with a `range_ratio` below 1 both are drawn evenly from
+    range_ratio · length to length, as load generators do; `prefix_hit`: share of the prompt that the prefix cache
+    has. `concurrency`: users, each of whom waits for an answer before the next request; or `rate`: requests per
+    second that come at random.
     """
 
     engine: str = "vllm"
