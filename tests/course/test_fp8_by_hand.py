@@ -87,3 +87,11 @@ def test_the_inequality_and_what_torchao_measured_of_single_layers():
         flop, casts = 6 * tokens * k * n, 6 * tokens * (k + n) + 8 * k * n
         assert flop / f16 / (flop / f8 + casts / card.bandwidth) == pytest.approx(measured, rel=0.1)
         assert (6 / k + 6 / n + 8 / tokens < limit()) == (measured > 1)
+
+
+def test_codes_in_the_place_of_inputs_save_less_than_the_weights_in_fp8_take():
+    def peak(recipe):
+        run = lab.Training(4, 1024, precision="mixed-bf16", stack=lab.Megatron(fp8_recipe=recipe))
+        return lab.estimate(MODEL, run, H100).peak_allocated
+
+    assert peak("tensorwise") - peak(None) == pytest.approx(2 * P - L * T * (f + h), rel=0.01)

@@ -13,8 +13,8 @@ from ...specs.model import model
 from ..architectures.llama import Llama
 
 VOCAB, TOKENS, MICRO_BATCH, RATE = 512, 32, 16, 3e-3
-# A mean over the 4,096 tokens of an update of the job makes gradients 8 times smaller than one over the 512 tokens here.
-# Dividing the loss by 8 does the same, and AdamW's updates do not depend on it.
+# A mean over the 4,096 tokens of the job makes gradients 8 times smaller than a mean over the 512 tokens here. Dividing
+# the loss by 8 does the same. AdamW's updates hardly depend on it.
 FEWER = 8
 Convert = Callable[[Llama], None]
 
@@ -62,7 +62,7 @@ def held_out_loss(llama: nn.Module) -> float:
         return loss_of(llama, windows(text()[1], 256, TOKENS + 1, seed=0)).item()
 
 
-def operands(llama: nn.Module, seed: int = 0) -> dict[str, list[Tensor]]:
+def operands(llama: Llama, seed: int = 0) -> dict[str, list[Tensor]]:
     """Return the inputs, the weights and the gradients of the outputs of all linear layers, in one forward and backward
     pass on new text."""
     found: dict[str, list[Tensor]] = {"inputs": [], "weights": [], "gradients": []}

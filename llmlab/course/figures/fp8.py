@@ -29,7 +29,7 @@ class Layer(NamedTuple):
 
 
 def draw_ranges(formats: Mapping[str, Format], numbers: Mapping[str, Sequence[Tensor]]) -> Picture:
-    """Draw from which to which power of two each format reaches, and where 98 % of the `numbers` of each kind lie.
+    """Draw from which to which power of two each format reaches, and where 98 % of each kind of `numbers` lie.
 
     The hatched part of a format are its subnormal numbers.
     """
@@ -64,7 +64,7 @@ def draw_ranges(formats: Mapping[str, Format], numbers: Mapping[str, Sequence[Te
 
 
 def draw_matmul() -> Picture:
-    """Draw a matmul of two bf16 matrices in fp8: amax, scale and cast of both, the matmul, and the scales of the sum."""
+    """Draw a matmul of two bf16 matrices in fp8: amax, scale and cast of both, the matmul, and both scales again."""
     picture, ax = sketch(212)
     for y, name in ((16, "A"), (118, "B")):
         box(ax, 12, y, 56, 38, f"{name}\nbf16")
@@ -82,8 +82,8 @@ def draw_matmul() -> Picture:
     link(ax, (337, 116), (337, 148))
     return finished(
         picture,
-        "A matmul of two bf16 matrices A and B. First the amax of each is found, which reads the whole matrix. Then the "
-        "matrix is divided by its scale and cast to fp8. The matmul of the codes sums in fp32, and the sum is "
+        "A matmul of two bf16 matrices A and B. First the amax of each is found, which reads the whole matrix. Then "
+        "the matrix is divided by its scale and cast to fp8. The matmul of the codes sums in fp32, and the sum is "
         "multiplied by both scales and stored in bf16.",
     )
 
@@ -113,10 +113,10 @@ def draw_layer() -> Picture:
         label(ax, 12, 264 + 17 * row, words)
     return finished(
         picture,
-        "The three matmuls of a linear layer. Output: input times weight, both cast to E4M3. Gradient of the input: the "
-        "gradient of the output in E5M2 times the weight in E4M3. Gradient of the weight: the gradient of the output in "
-        "E5M2 times the input in E4M3. All operands are stored in bf16. Embedding, head, norms, attention, residual "
-        "stream, loss, gradients, master weights and optimizer states are not in fp8.",
+        "The three matmuls of a linear layer. Output: input times weight, both cast to E4M3. Gradient of the input: "
+        "the gradient of the output in E5M2 times the weight in E4M3. Gradient of the weight: the gradient of the "
+        "output in E5M2 times the input in E4M3. All operands are stored in bf16. Embedding, head, norms, attention, "
+        "residual stream, loss, gradients, master weights and optimizer states are not in fp8.",
     )
 
 
@@ -146,6 +146,6 @@ def draw_border(layers: Sequence[Layer], activation: float, weight: float, limit
         axis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
         axis.set_ticks([], minor=True)
     ax.text(widths[-1] * 0.95, 2**14.3, "fp8 is faster", ha="right", size=9)
-    picture.alt = (f"Layers by width and tokens. fp8 is faster to the upper right of a border that begins at a width of "
-                   f"{least:,.0f}. {'; '.join(words)}.")  # fmt: skip
+    picture.alt = (f"Layers by width and tokens. fp8 is faster to the upper right of a border that begins at a width "
+                   f"of {least:,.0f}. {'; '.join(words)}.")  # fmt: skip
     return picture

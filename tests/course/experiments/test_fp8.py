@@ -18,7 +18,7 @@ def test_the_operands_are_those_of_the_seven_linear_layers_of_two_blocks():
     llama = small_llama(0)
     found = operands(llama)
     assert {kind: len(tensors) for kind, tensors in found.items()} == {"inputs": 14, "weights": 14, "gradients": 14}
-    weight_gradients = [gradient.T @ x for gradient, x in zip(reversed(found["gradients"]), found["inputs"])]
+    weight_gradients = [gradient.T @ x for gradient, x in zip(found["gradients"][::-1], found["inputs"], strict=True)]
     first = llama.layers[0].self_attn.q_proj.weight.grad
     assert any(torch.allclose(first, each, atol=1e-7) for each in weight_gradients if each.shape == first.shape)
 
