@@ -234,10 +234,23 @@ def _agrees(f, ignored: int, count: int, scale: float = 1.0) -> bool:
     return torch.allclose(ours, usual) and all(map(torch.allclose, *gradients))
 
 
+def _survives_autocast(f) -> bool:
+    """Whether a scaled loss has the usual gradients if autocast makes its logits fp16."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, requires_grad=True) for n in (50, 90))
+    targets, gradients = torch.randint(90, (50,)), []
+    with torch.autocast("cpu", torch.float16):
+        losses = f(hidden, weight, targets, 50, 8), nn.functional.cross_entropy(hidden @ weight.T, targets)
+    for loss in losses:
+        gradients += torch.autograd.grad(loss * 2.0**16, (hidden, weight))
+    return all(difference(ours, usual) < 0.01 for ours, usual in zip(gradients[:2], gradients[2:], strict=True))
+
+
 fused_loss = {
     "loss and gradients": lambda f: _agrees(f, 0, 50),
     "targets of -100 do not count": lambda f: _agrees(f, 11, 39),
     "loss scaling reaches the gradients": lambda f: _agrees(f, 3, 47, scale=1024.0),
+    "fp16 logits do not overflow": _survives_autocast,
 }
 
 largest_chunk = {

@@ -1,0 +1,7 @@
+"""Number formats."""
+
+# ---- chapter 4
+
+
+def decoded(pattern, exponent, mantissa):
+    raise NotImplementedError
