@@ -47,7 +47,7 @@ def test_everything_together_gives_the_gradients_of_the_plain_trainer(make):
 
 def test_your_trainer_trains_your_gpt():
     steps, (training, validation) = 40, split(vocab=V)
-    updates = [trainer.micro_batches(list(windows(training, 8, 64, seed)), room=256) for seed in range(steps)]
+    updates = [trainer.micro_batches(list(windows(training, 4, 64, seed)), room=128) for seed in range(steps)]
     model = with_fused_attention(small_gpt())
     adamw = torch.optim.AdamW(trainer.parameter_groups(model, 0.1), lr=1e-2)
     schedule = partial(trainer.factor, warmup=5, decay=20, total=steps)
