@@ -238,7 +238,8 @@ def _survives_autocast(f) -> bool:
     """Whether a scaled loss has the usual gradients if autocast makes its logits fp16."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 16, requires_grad=True) for n in (50, 90))
-    targets, gradients = torch.randint(90, (50,)), []
+    targets = torch.randint(90, (50,))
+    gradients: list[Tensor] = []
     with torch.autocast("cpu", torch.float16):
         losses = f(hidden, weight, targets, 50, 8), nn.functional.cross_entropy(hidden @ weight.T, targets)
     for loss in losses:
