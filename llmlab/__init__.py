@@ -20,11 +20,12 @@ from .hardware.scale import scale
 from .hardware.this_machine import host
 from .notebook.widget import calculator
 from .report import Comparison, Report
+from .serving.service import Service
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
 from .specs.stacks import DeepSpeed, LitGPT, Megatron, Nanotron, Torchtitan, Torchtune
-from .verbs import compare, estimate, explain, fix, measure, meter, plan, records, simulate, write
+from .verbs import compare, estimate, explain, fix, measure, meter, plan, records, serve, simulate, write
 
 __all__ = [
     "GPU",
@@ -38,6 +39,7 @@ __all__ = [
     "Nanotron",
     "NotAvailable",
     "Report",
+    "Service",
     "SpecError",
     "Torchtitan",
     "Torchtune",
@@ -59,6 +61,7 @@ __all__ = [
     "plan",
     "records",
     "scale",
+    "serve",
     "simulate",
     "simulator",
     "write",

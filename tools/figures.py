@@ -124,17 +124,17 @@ def questions() -> dict[str, list[Technique]]:
 
 
 def effect(technique: Technique, priced: bool) -> tuple[float, str]:
-    """Return the peak memory per GPU after the change divided by the peak before, and a line of text on the effect."""
+    """Return the peak memory per GPU after the change divided by the peak before, and what the line says."""
     old = lab.estimate(MODEL, technique.before, CARD)
     new = lab.estimate(MODEL, technique.after, technique.card)
     share = new.peak_allocated / old.peak_allocated
-    words = f"memory × {share:.2f}"
+    words = f"needs {share:.2f} times the memory"
     if isinstance(technique.after, lab.Training):
         speed = new.tokens_per_second / old.tokens_per_second
-        words += f", tokens per second × {speed:.2f}"
+        words += f", trains {speed:.2f} times as fast"
         if priced:
             rent = lab.gpu(technique.card).usd_per_hour / lab.gpu(CARD).usd_per_hour
-            words += f", dollars per token × {rent / speed:.2f}"
+            words += f", costs {rent / speed:.2f} times as much"
     return share, words
 
 

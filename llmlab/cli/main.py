@@ -34,6 +34,7 @@ from ..specs.run import Training
 from .options import EXIT_CODES, MODEL, cluster_from, cluster_options, run_from, spec_options
 from .plan import add_plan
 from .run import add_run
+from .serve import add_serve
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -327,6 +328,7 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
 
 add_run(cli, _print)
 add_plan(cli, _print)
+add_serve(cli, _print)
 
 
 def main() -> None:

@@ -25,8 +25,11 @@ from ..base.errors import SpecError
 FOLDER = Path(__file__).with_name("kernels")
 UNIT = 64  # a stored value is round(64 · log2(nanoseconds)): within 0.55 % of the figure
 SCHEMA = 1
-# The power of each axis with which a kernel's work grows: of (m, n, k), (head size, length, heads), (ranks, bytes).
-WORK = {"matmuls": (1, 1, 1), "attentions": (1, 2, 1), "collectives": (0, 1)}
+GENERAL = ("matmuls", "attentions", "collectives")  # the families of kernels/; those of engine_kernels/ come after
+# The power of each axis with which a kernel's work grows: of (m, n, k), (head size, length, heads), (ranks, bytes),
+# (head size, sequences · kv heads, length), and for latents (heads, sequences, length) and (heads, length).
+WORK = {"matmuls": (1, 1, 1), "attentions": (1, 2, 1), "collectives": (0, 1), "decode_attentions": (1, 1, 1),
+        "latent_decode": (0, 1, 1), "latent_prefill": (1, 2)}  # fmt: skip
 
 
 class KernelTime(NamedTuple):
@@ -182,7 +185,7 @@ def kernel_table(gpu: str) -> KernelTable | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise SpecError(f"this version of llmlab reads schema {SCHEMA}")
-        families = ({key: _measured(entry) for key, entry in data[family].items()} for family in WORK)
+        families = ({key: _measured(entry) for key, entry in data[family].items()} for family in GENERAL)
         return KernelTable(data["gpu"], data["device"], data["source"], data["sms"], *families)
     except (ValueError, KeyError, TypeError, SpecError) as error:
         raise SpecError(f"{path} is no table of kernel times ({error}); tools/import_kernels.py writes them") from None

@@ -92,7 +92,7 @@ def generic_sizes(config: Mapping[str, Any], family: str, where: str) -> dict[st
         nearest = f"; nearest: {', '.join(near)}" if near else ""
         raise SpecError(f"{where}: transformers {release()} has no language model of model_type={family!r}{nearest}")
     text = text_config(config)
-    read = _Sizes(text, where)
+    read = ConfigSizes(text, where)
     hidden, layers = read.size("hidden_size"), read.layers()
     heads = read.size("num_attention_heads", default=max(1, hidden // 64))
     intermediate = read.size(*WIDTH, default=4 * hidden)
@@ -106,7 +106,7 @@ def generic_sizes(config: Mapping[str, Any], family: str, where: str) -> dict[st
     mixture = _mixture(read, layers, intermediate, kinds)
     if not mixture and (shared := read.size("shared_intermediate_size", default=0, least=0)):
         intermediate, gated = shared, True  # of a Granite without experts the shared one is left
-    towers = sum(_tower(_Sizes(nested, where)) for nested in _nested(config).values() if nested != text)
+    towers = sum(_tower(ConfigSizes(nested, where)) for nested in _nested(config).values() if nested != text)
     encoder, decoder = read.stacks()
     if encoder:
         towers += decoder * 4 * hidden * heads * head_dim  # cross-attention
@@ -128,7 +128,7 @@ def generic_sizes(config: Mapping[str, Any], family: str, where: str) -> dict[st
     )
 
 
-def _mixture(read: _Sizes, layers: int, intermediate: int, kinds: Sequence[str]) -> dict[str, int]:
+def _mixture(read: ConfigSizes, layers: int, intermediate: int, kinds: Sequence[str]) -> dict[str, int]:
     """Return ModelSpec's fields of a mixture of experts; an empty dict for a model without experts."""
     experts = read.size(*EXPERTS, default=0, least=0)
     if not experts or (kinds and "moe" not in kinds and "mlp" in kinds):  # Nemotron-H's class has a default
@@ -147,7 +147,7 @@ def _mixture(read: _Sizes, layers: int, intermediate: int, kinds: Sequence[str])
     )
 
 
-def _tower(read: _Sizes) -> int:
+def _tower(read: ConfigSizes) -> int:
     """Return about the parameters of an encoder of images or sound: 4 w² + 2 w f for each block of width w."""
     width, layers, inner = _tower_sizes(read)
     return layers * width * (4 * width + 2 * inner)
@@ -159,10 +159,10 @@ def tower_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
     >>> tower_sizes({"model_type": "qwen3_vl"})
     (1152, 27, 4304)
     """
-    return _tower_sizes(_Sizes(_nested(config)["vision_config"], "vision_config"))
+    return _tower_sizes(ConfigSizes(_nested(config)["vision_config"], "vision_config"))
 
 
-def _tower_sizes(read: _Sizes) -> tuple[int, int, int]:
+def _tower_sizes(read: ConfigSizes) -> tuple[int, int, int]:
     width = read.size("embed_dim", "hidden_size", "d_model", default=0, least=0)  # Qwen2-VL's hidden_size is the text's
     layers = read.size("num_hidden_layers", "depth", "num_layers", "encoder_layers", default=0, least=0)
     ratio = read.value("mlp_ratio", 4)
@@ -170,7 +170,7 @@ def _tower_sizes(read: _Sizes) -> tuple[int, int, int]:
     return width, layers, inner
 
 
-class _Sizes:
+class ConfigSizes:
     """Sizes of one config by transformers' usual names, its own or the family's default."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:

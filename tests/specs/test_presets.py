@@ -95,6 +95,11 @@ BUILT = {
     "Qwen/Qwen3.5-9B": 9_409_813_744,  # KerasHub, models/qwen3_5/qwen3_5_presets.py
     "Qwen/Qwen3.5-27B": 27_356_728_560,  # the same
     "Qwen/Qwen3.5-35B-A3B": 35_107_181_936,  # KerasHub, models/qwen3_5_moe/qwen3_5_moe_presets.py
+    "Qwen/Qwen3.5-397B-A17B": 397e9,
+    "zai-org/GLM-5": 744e9,
+    "MiniMaxAI/MiniMax-M2.5": 229e9,
+    "moonshotai/Kimi-K2-Instruct": 1.03e12,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480e9,
     "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
     "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,

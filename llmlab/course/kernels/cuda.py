@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, which PyTorch compiles and calls: RMSNorm forward, and two matrix products."""
+"""Kernels in CUDA C++, which PyTorch compiles and calls: the forward pass of RMSNorm, and two matmuls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECLARED = {
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes: registers and spilled bytes per thread, bytes of shared memory per block."""
+    """Resources of a compiled kernel: registers and spilled bytes per thread, bytes of shared memory per block."""
 
     registers: int
     shared: int
@@ -75,21 +75,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return extension().rms_norm(as_rows(x), weight.to(x.dtype).contiguous(), eps).view(x.shape)
 
 
-def matmul(a: Tensor, b: Tensor, tiled: bool = True) -> Tensor:
-    """Return a · b, a (m, k) and b (k, n) in fp32, by the CUDA kernel with shared tiles or by the naive one.
+def matmul(x: Tensor, weight: Tensor, tiled: bool = True) -> Tensor:
+    """Return x · weight for x (T, p) and weight (p, q) in fp32, by the CUDA kernel with shared tiles or the naive one.
 
-    Raises SpecError for other shapes and dtypes, which the kernel would read as garbage.
+    Raises SpecError for other shapes and dtypes, which the kernel would misread.
     """
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or {a.dtype, b.dtype} != {torch.float32}:
-        given = f"{tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
-        raise SpecError(f"matmul was given {given}; it takes (m, k) and (k, n), both float32")
-    return extension("matmul").matmul(a.contiguous(), b.contiguous(), tiled)
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or {x.dtype, weight.dtype} != {torch.float32}:
+        given = f"{tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}"
+        raise SpecError(f"matmul was given {given}; allowed are (T, p) and (p, q), both float32")
+    return extension("matmul").matmul(x.contiguous(), weight.contiguous(), tiled)
 
 
 def resources(name: str, arch: int = 80) -> dict[str, Resources]:
-    """Compile `name`.cu for sm_`arch`, without a GPU, and return what each of its kernels takes, as ptxas says.
+    """Compile `name`.cu for sm_`arch`, which needs no GPU, and return the resources that ptxas reports per kernel.
 
-    For files whose kernels are no templates. Raises NotAvailable where there is no nvcc.
+    The kernels of the file must not be templates. Raises NotAvailable without nvcc.
     """
     nvcc = shutil.which("nvcc")
     if nvcc is None:

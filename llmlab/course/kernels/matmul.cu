@@ -1,30 +1,31 @@
-// C = A · B in fp32, row by row in memory: A is (m, k), B is (k, n), C is (m, n).
-// Twice: each thread fetches all it needs itself; then a block of threads fetches tiles for all of them.
+// y = x · w in fp32: x is (T, p), w is (p, q), y is (T, q), and all are stored row by row.
+// In the first kernel each thread loads all its values itself. In the second one a block loads tiles for all its threads.
 
-constexpr int TILE = 32;  // a block is TILE × TILE threads, and makes as many values of C
+constexpr int TILE = 32;  // a block has TILE × TILE threads, and each of them computes one value of y
 
-__global__ void matmul_naive(const float* a, const float* b, float* c, int m, int n, int k) {
+__global__ void matmul_naive(const float* x, const float* w, float* y, int T, int p, int q) {
     const int row = blockIdx.y * TILE + threadIdx.y;
-    const int column = blockIdx.x * TILE + threadIdx.x;  // neighbouring threads, neighbouring columns
-    if (row >= m || column >= n) return;
+    const int column = blockIdx.x * TILE + threadIdx.x;  // neighboring threads compute neighboring columns
+    if (row >= T || column >= q) return;
     float sum = 0.0f;
-    for (int i = 0; i < k; ++i)
-        sum += a[static_cast<long long>(row) * k + i] * b[static_cast<long long>(i) * n + column];
-    c[static_cast<long long>(row) * n + column] = sum;
+    for (int i = 0; i < p; ++i)
+        sum += x[static_cast<long long>(row) * p + i] * w[static_cast<long long>(i) * q + column];
+    y[static_cast<long long>(row) * q + column] = sum;
 }
 
-__global__ void matmul_tiled(const float* a, const float* b, float* c, int m, int n, int k) {
-    __shared__ float tile_a[TILE][TILE], tile_b[TILE][TILE];
-    const int x = threadIdx.x, y = threadIdx.y;
-    const int row = blockIdx.y * TILE + y, column = blockIdx.x * TILE + x;
+__global__ void matmul_tiled(const float* x, const float* w, float* y, int T, int p, int q) {
+    __shared__ float x_tile[TILE][TILE], w_tile[TILE][TILE];
+    const int lane = threadIdx.x, warp = threadIdx.y;
+    const int row = blockIdx.y * TILE + warp, column = blockIdx.x * TILE + lane;
     float sum = 0.0f;
-    for (int start = 0; start < k; start += TILE) {
-        // Each thread fetches one value of each tile; outside the matrices it puts zeros.
-        tile_a[y][x] = row < m && start + x < k ? a[static_cast<long long>(row) * k + start + x] : 0.0f;
-        tile_b[y][x] = start + y < k && column < n ? b[static_cast<long long>(start + y) * n + column] : 0.0f;
-        __syncthreads();  // nobody reads a tile before all of it is there
-        for (int i = 0; i < TILE; ++i) sum += tile_a[y][i] * tile_b[i][x];
-        __syncthreads();  // nobody overwrites a tile that another still reads
+    for (int start = 0; start < p; start += TILE) {
+        // Each thread loads one value of each tile, and stores zeros outside of the matrices.
+        const int i = start + lane, j = start + warp;
+        x_tile[warp][lane] = row < T && i < p ? x[static_cast<long long>(row) * p + i] : 0.0f;
+        w_tile[warp][lane] = j < p && column < q ? w[static_cast<long long>(j) * q + column] : 0.0f;
+        __syncthreads();  // no thread reads a tile before it is complete
+        for (int k = 0; k < TILE; ++k) sum += x_tile[warp][k] * w_tile[k][lane];
+        __syncthreads();  // no thread overwrites a tile that another one still reads
     }
-    if (row < m && column < n) c[static_cast<long long>(row) * n + column] = sum;
+    if (row < T && column < q) y[static_cast<long long>(row) * q + column] = sum;
 }

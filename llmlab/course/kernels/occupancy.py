@@ -1,7 +1,7 @@
-"""How many blocks of a kernel one multiprocessor holds at once, and in how many waves a grid runs.
+"""How many blocks of a kernel fit on a multiprocessor at the same time.
 
-Limits are those of the CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications per compute
-capability); how registers and shared memory are handed out is that of cuda_occupancy.h, to which a test holds this.
+The limits are from the CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications per compute
+capability). Registers and shared memory are allocated in units as in cuda_occupancy.h; a test compares both.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from ...hardware.gpu import GPU
 
 WARP = 32  # threads
 REGISTERS = 65536  # 32-bit registers per multiprocessor
-REGISTER_UNIT = 256  # registers are handed to a warp in this many
+REGISTER_UNIT = 256  # a warp gets registers in units of this size
 SCHEDULERS = 4  # of a multiprocessor; each has a quarter of the registers, and runs its own warps
 
 
 class Limits(NamedTuple):
-    """Of one multiprocessor: threads, blocks, bytes of shared memory; of these the system's per block, and the unit."""
+    """Limits of a multiprocessor: threads, blocks, bytes of shared memory; `system` bytes of it per block are reserved,
+    and `unit` is the unit in which it is allocated."""
 
     threads: int
     blocks: int
@@ -37,34 +38,33 @@ LIMITS = {
 }
 
 
-def limits_of(card: GPU) -> Limits:
-    """Return the limits of one of `card`'s multiprocessors; SpecError where the table lacks them."""
-    if card.compute_capability not in LIMITS:
+def limits_of(gpu: GPU) -> Limits:
+    """Return the limits of a multiprocessor of `gpu`. Raises SpecError if the table does not have them."""
+    if gpu.compute_capability not in LIMITS:
         known = ", ".join(f"{major}.{minor}" for major, minor in LIMITS)
-        raise SpecError(f"{card.name} has compute capability {card.compute_capability}; limits are known for {known}")
-    return LIMITS[card.compute_capability]
+        raise SpecError(f"{gpu.name} has compute capability {gpu.compute_capability}; limits are known for {known}")
+    return LIMITS[gpu.compute_capability]
 
 
-def blocks_by(threads: int, registers: int, shared: int, card: GPU) -> dict[str, int]:
-    """Return how many blocks each limit of a multiprocessor lets in.
+def blocks_by(threads: int, registers: int, shared: int, gpu: GPU) -> dict[str, int]:
+    """Return how many blocks each limit of a multiprocessor allows. The smallest number fits.
 
-    The smallest is how many it holds. threads: per block; registers: per thread;
-    shared: bytes per block.
+    `threads` and bytes of `shared` memory are per block, `registers` are per thread.
     """
-    has = limits_of(card)
+    limits = limits_of(gpu)
     warps = ceil(threads / WARP)
     per_warp = ceil(registers * WARP / REGISTER_UNIT) * REGISTER_UNIT
-    per_block = ceil((shared + has.system) / has.unit) * has.unit
-    per_scheduler = REGISTERS // SCHEDULERS // per_warp if registers else 0
+    per_block = ceil((shared + limits.system) / limits.unit) * limits.unit
+    per_scheduler = REGISTERS // SCHEDULERS // per_warp if registers else 0  # warps
     return {
-        "threads": has.threads // (warps * WARP),
-        "blocks": has.blocks,
-        "registers": per_scheduler * SCHEDULERS // warps if registers else has.blocks,
-        "shared memory": has.shared // per_block if per_block else has.blocks,
+        "threads": limits.threads // (warps * WARP),
+        "blocks": limits.blocks,
+        "registers": per_scheduler * SCHEDULERS // warps if registers else limits.blocks,
+        "shared memory": limits.shared // per_block if per_block else limits.blocks,
     }
 
 
-def occupancy(threads: int, registers: int, shared: int, card: GPU) -> float:
-    """Return the share of a multiprocessor's warps that such blocks can fill: active ones over the most it can hold."""
-    blocks = min(blocks_by(threads, registers, shared, card).values())
-    return blocks * ceil(threads / WARP) * WARP / limits_of(card).threads
+def occupancy(threads: int, registers: int, shared: int, gpu: GPU) -> float:
+    """Return the share of a multiprocessor's warps that such blocks fill."""
+    blocks = min(blocks_by(threads, registers, shared, gpu).values())
+    return blocks * ceil(threads / WARP) * WARP / limits_of(gpu).threads

@@ -31,7 +31,7 @@ def test_twice_the_tile_is_half_the_loads():
 
 
 def test_what_it_does_not_take_is_refused(monkeypatch):
-    with pytest.raises(SpecError, match=r"\(2, 3\) torch.float32 and \(3, 4\) torch.float16; it takes"):
+    with pytest.raises(SpecError, match=r"\(2, 3\) torch.float32 and \(3, 4\) torch.float16; allowed are"):
         matmul(torch.ones(2, 3), torch.ones(3, 4).half())
     monkeypatch.setattr(rungs, "triton", None)
     with pytest.raises(NotAvailable, match=r"torch\.matmul runs here"):

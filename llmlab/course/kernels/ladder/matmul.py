@@ -1,8 +1,8 @@
-"""Matrix product by tiles: what a Triton program does, before any fusion. cuBLAS is faster; no rung takes this one.
+"""A matmul by tiles in Triton, without any fusion. cuBLAS is faster, and no rung uses this kernel.
 
-    M, N, K  sides: A is (M, K), B (K, N), C (M, N)     t  side of a tile
+    x is T × p, W is p × q, y is T × q; w is the side of a tile
 
-Bytes asked for: A once for each of C's N/t columns of tiles, B once for each of its M/t rows of tiles, C once.
+The programs load x once for each of the q/w columns of tiles, and W once for each of the T/w rows of tiles.
 """
 
 from __future__ import annotations
@@ -14,37 +14,40 @@ from ....base.errors import NotAvailable, SpecError
 from ..rungs import choose, dot, jit, missing, tl, triton
 
 
-def matmul(a: Tensor, b: Tensor, tile: int = 32) -> Tensor:
-    """Return a · b in a's dtype, added up in fp32, by the Triton kernel. a: (M, K), b: (K, N).
+def matmul(x: Tensor, weight: Tensor, tile: int = 32) -> Tensor:
+    """Return x · weight in the dtype of x, by the Triton kernel; sums are in fp32. x: (T, p), weight: (p, q).
 
-    tile: a power of 2, at least 16.
-    Raises SpecError for other shapes, NotAvailable where Triton does not run.
+    `tile` is the side of a tile: a power of 2, at least 16.
+    Raises SpecError for other shapes, and NotAvailable if Triton cannot run here.
     """
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
-        given = f"{tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
-        raise SpecError(f"matmul was given {given}; it takes (M, K) and (K, N) of one dtype")
-    choose(0, a, b)
-    if why := missing((a, b)):
-        raise NotAvailable(f"the Triton product {why}; torch.matmul runs here")
-    (M, K), N = a.shape, b.shape[1]
-    c = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    with torch.cuda.device_of(a):
-        grid = (triton.cdiv(M, tile), triton.cdiv(N, tile))
-        matmul_kernel[grid](a, b, c, M, N, K, *a.stride(), *b.stride(), TILE=tile)
-    return c
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or x.dtype != weight.dtype:
+        given = f"{tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}"
+        raise SpecError(f"matmul was given {given}; allowed are (T, p) and (p, q) of the same dtype")
+    choose(0, x, weight)
+    if why := missing((x, weight)):
+        raise NotAvailable(f"the Triton matmul {why}; torch.matmul runs here")
+    (T, p), q = x.shape, weight.shape[1]
+    y = torch.empty(T, q, dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        grid = (triton.cdiv(T, tile), triton.cdiv(q, tile))
+        matmul_kernel[grid](x, weight, y, T, p, q, *x.stride(), *weight.stride(), TILE=tile)
+    return y
 
 
 @jit
-def matmul_kernel(A, B, C, rows, columns, depth, a_m, a_k, b_k, b_n, TILE: tl.constexpr):
-    """One tile of C per program: along a row of tiles of A and down a column of tiles of B."""
+def matmul_kernel(X, W, Y, T, p, q, x_row, x_column, w_row, w_column, TILE: tl.constexpr):
+    """Compute one tile of Y, along a row of tiles of X and down a column of tiles of W.
+
+    x_row is the distance from a row of X to the next, in values; x_column, w_row and w_column likewise.
+    """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros((TILE, TILE), tl.float32)  # in registers, until the end
-    for start in range(0, depth, TILE):
-        k = start + tl.arange(0, TILE)
-        in_a, in_b = (row[:, None] < rows) & (k < depth), (k[:, None] < depth) & (column < columns)
-        a = tl.load(A + row[:, None].to(tl.int64) * a_m + k * a_k, mask=in_a, other=0.0)
-        b = tl.load(B + k[:, None].to(tl.int64) * b_k + column * b_n, mask=in_b, other=0.0)
-        total += dot(a, b)
-    inside = (row[:, None] < rows) & (column < columns)
-    tl.store(C + row[:, None].to(tl.int64) * columns + column, total.to(C.dtype.element_ty), mask=inside)
+    for start in range(0, p, TILE):
+        i = start + tl.arange(0, TILE)
+        in_x, in_w = (row[:, None] < T) & (i < p), (i[:, None] < p) & (column < q)
+        x = tl.load(X + row[:, None].to(tl.int64) * x_row + i * x_column, mask=in_x, other=0.0)
+        w = tl.load(W + i[:, None].to(tl.int64) * w_row + column * w_column, mask=in_w, other=0.0)
+        total += dot(x, w)
+    in_y = (row[:, None] < T) & (column < q)
+    tl.store(Y + row[:, None].to(tl.int64) * q + column, total.to(Y.dtype.element_ty), mask=in_y)

@@ -1,12 +1,13 @@
 """A service under real traffic: requests as they came, batched by one rule or another, on a clock that a formula sets.
 
 The rules are those of `llmlab.course.inference.Scheduler` (a test compares the two, pass by pass), without the
-model: a pass takes the seconds that `llmlab.formulas.serving.pass_seconds` says, or any function of yours.
+model: a pass takes the seconds that any function of yours says; `llmlab.serving.load` asks `step_seconds`.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -34,11 +35,12 @@ class Served:
     arrival: Arrival
     tokens: list[float] = field(default_factory=list)
     cached: int = 0  # tokens in the cache so far
+    entered: float = 0.0  # when it came, for a user who waits for an earlier answer first
 
     @property
     def first_token(self) -> float:
         """Seconds from its arrival to its first token."""
-        return self.tokens[0] - self.arrival.at
+        return self.tokens[0] - self.entered
 
     @property
     def each_token(self) -> float:
@@ -52,12 +54,17 @@ class Served:
 
 
 class Pass(NamedTuple):
-    """One pass: new `tokens` of `sequences` requests, which attend to `pairs` tokens; `cached` lie in the cache."""
+    """One pass: new `tokens` of `sequences` requests, which attend to `pairs` tokens; `cached` lie in the cache.
+
+    `decoding` of the requests get a new token, and have `decoding_cached` tokens in the cache, theirs among them.
+    """
 
     tokens: int
     sequences: int
     pairs: int
     cached: int
+    decoding: int
+    decoding_cached: int
 
 
 def arrivals(count: int | None = None, speed: float = 1.0) -> list[Arrival]:
@@ -90,43 +97,86 @@ def replay(
     max_batch: int = 64,
     chunk: int | None = None,
     capacity: int | None = None,
+    users: int | None = None,
+    prefix_hit: float = 0.0,
 ) -> list[Served]:
     """Return how each request is served, in the order of arrival.
 
-    "continuous" fills a place as soon as it is free; "static" forms a batch and takes no other until all of it is done.
-    Each pass reads a token of every request that has its prompt behind it, and prompts, at most `chunk` tokens of them
-    (None: whole ones). `capacity`: tokens of the cache; a request enters where all of its tokens fit.
+    "continuous" fills a place as soon as it is free; "static" forms a batch and takes no other until all of it is
+    done. Each pass reads a token of every request that has its prompt behind it, and prompts, at most `chunk`
+    tokens of them (None: whole ones). `capacity`: tokens of the cache; a request enters where all of its tokens
+    fit. With `users`, a request comes when one of so many users has the answer to an earlier one; its `at` is
+    ignored. `prefix_hit`: share of each prompt that the prefix cache has. Passes in which nobody comes, goes or
+    reads a prompt are asked for together, at the first and the last of them.
     """
     if batching not in BATCHING:
         raise SpecError(f"batching={batching!r}: give one of {', '.join(map(repr, BATCHING))}")
-    if max_batch < 1 or (chunk is not None and chunk < 1):
-        raise SpecError(f"max_batch={max_batch}, chunk={chunk}: give 1 or more (chunk: or None for whole prompts)")
+    if max_batch < 1 or (chunk is not None and chunk < 1) or (users is not None and users < 1):
+        given = f"max_batch={max_batch}, chunk={chunk}, users={users}"
+        raise SpecError(f"{given}: give 1 or more (chunk, users: or None)")
     if capacity is not None and (most := max(r.prompt + r.new for r in requests)) > capacity:
         raise SpecError(f"a request of {most} tokens: the cache has {capacity}; give a larger capacity")
-    served = [Served(one) for one in sorted(requests, key=lambda one: one.at)]
-    waiting, running, clock = list(served), list[Served](), 0.0
+    order = list(requests) if users else sorted(requests, key=lambda one: one.at)
+    served = [Served(one, cached=int(prefix_hit * one.prompt), entered=0.0 if users else one.at) for one in order]
+    coming = deque(served[users:] if users else ())
+    waiting, running, clock = deque(served[:users] if users else served), list[Served](), 0.0
     while waiting or running:
         if not running:
-            clock = max(clock, waiting[0].arrival.at)
+            clock = max(clock, waiting[0].entered)
         if not (running and batching == "static"):
             _admit(waiting, running, clock, max_batch, capacity)
         writing, reading = _next_reads(running, chunk)
-        clock += seconds(_pass(writing, reading))
-        for one, tokens in [*((one, 1) for one in writing), *reading]:
+        if reading:
+            clock += seconds(_pass(writing, reading))
+            times = [clock]
+        else:
+            alone = waiting[0].entered if waiting and len(running) < max_batch else None
+            times = _decode(writing, seconds, clock, alone)
+            clock = times[-1]
+        for one, tokens in [*((one, len(times)) for one in writing), *reading]:
             one.cached += tokens
             if one.cached >= one.arrival.prompt:
-                one.tokens.append(clock)
-        running = [one for one in running if len(one.tokens) < one.arrival.new]
+                one.tokens += times
+        still = [one for one in running if len(one.tokens) < one.arrival.new]
+        for _ in range(min(len(running) - len(still), len(coming))):
+            coming[0].entered = clock
+            waiting.append(coming.popleft())
+        running = still
     return served
 
 
-def _admit(waiting: list[Served], running: list[Served], clock: float, max_batch: int, capacity: int | None) -> None:
-    while waiting and len(running) < max_batch and waiting[0].arrival.at <= clock:
+def _decode(
+    writing: list[Served], seconds: Callable[[Pass], float], clock: float, arrival: float | None
+) -> list[float]:
+    """Return the ends of the passes until the first of `writing` is done, or until after the next `arrival`."""
+    first = _pass(writing, [])
+    count = min([one.arrival.new - len(one.tokens) for one in writing])
+    begin = seconds(first)
+    if count == 1:
+        return [clock + begin]
+    grown = (count - 1) * len(writing)
+    last = first._replace(
+        pairs=first.pairs + grown, cached=first.cached + grown, decoding_cached=first.decoding_cached + grown
+    )
+    slope = (seconds(last) - begin) / (count - 1)
+    times: list[float] = []
+    for number in range(count):
+        clock += begin + slope * number
+        times.append(clock)
+        if arrival is not None and clock >= arrival:
+            break
+    return times
+
+
+def _admit(
+    waiting: deque[Served], running: list[Served], clock: float, max_batch: int, capacity: int | None
+) -> None:
+    while waiting and len(running) < max_batch and waiting[0].entered <= clock:
         if capacity is not None:
             entering = [waiting[0].arrival, *(one.arrival for one in running)]
             if sum(one.prompt + one.new for one in entering) > capacity:
                 return
-        running.append(waiting.pop(0))
+        running.append(waiting.popleft())
 
 
 def _next_reads(running: list[Served], chunk: int | None) -> tuple[list[Served], list[tuple[Served, int]]]:
@@ -151,6 +201,8 @@ def _pass(writing: list[Served], reading: list[tuple[Served, int]]) -> Pass:
         sequences=len(writing) + len(reading),
         pairs=pairs,
         cached=cached + sum(one.cached for one, _ in reading),
+        decoding=len(writing),
+        decoding_cached=cached,
     )
 
 
@@ -166,5 +218,5 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def throughput(served: Sequence[Served]) -> float:
     """Return tokens given per second, from the first arrival to the last token."""
-    begin, end = min(one.arrival.at for one in served), max(one.tokens[-1] for one in served)
+    begin, end = min(one.entered for one in served), max(one.tokens[-1] for one in served)
     return sum(len(one.tokens) for one in served) / (end - begin)

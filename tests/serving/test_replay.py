@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from llmlab.base.errors import SpecError
 from llmlab.course.inference import Scheduler, scheduler
 from llmlab.course.inference.drafts import Bigram
-from llmlab.formulas import serving_traffic as traffic
-from llmlab.formulas.serving_traffic import Arrival, Pass, arrivals, percentile, replay, throughput
+from llmlab.serving import replay as traffic
+from llmlab.serving.replay import Arrival, Pass, arrivals, percentile, replay, throughput
 from llmlab.specs.model import model
 
 TINY = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
@@ -63,7 +63,7 @@ def test_a_chunk_bounds_what_a_pass_reads_and_the_gaps_between_tokens() -> None:
 def test_a_pass_says_what_it_looks_at() -> None:
     seen: list[Pass] = []
     replay([Arrival(0, 3, 2)], lambda one: seen.append(one) or 1.0)
-    assert seen == [Pass(3, 1, 1 + 2 + 3, 0), Pass(1, 1, 4, 4)]
+    assert seen == [Pass(3, 1, 1 + 2 + 3, 0, 0, 0), Pass(1, 1, 4, 4, 1, 4)]
 
 
 def test_nobody_is_served_before_he_comes_and_a_full_cache_makes_wait() -> None:

@@ -1,0 +1,139 @@
+"""`llmlab serve`: memory, latency and price of a served model, its frontier, and the cheapest deployment."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import Any
+
+import click
+
+from .. import verbs
+from ..base.errors import SpecError
+from ..base.tables import Table, Tabular
+from ..base.units import show_seconds
+from ..hardware.gpu import gpu as find_gpu
+from ..hardware.gpu import gpus as all_gpus
+from ..serving.service import HELP, Service
+from ..specs.model import model as find_model
+
+
+def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None]) -> None:
+    """Add the command to `group`; `show` prints an answer."""
+
+    @group.command(
+        epilog="Exit codes: 0 = the model fits, or a deployment meets the service level; 1 = not; 2 = invalid input."
+    )
+    @click.argument("model")
+    @click.option("--gpu", metavar="GPUS", help="GPUs of one deployment, for example H100 or 8xH200.")
+    @click.option("--slo", metavar="ttft=TIME,tpot=TIME",
+                  help="Look for the cheapest deployments that answer --rate requests per second within these medians, "
+                  "for example ttft=1s,tpot=30ms; of the GPU in --gpu, or of all whose kernels were measured.")
+    @click.option("--frontier", is_flag=True, help="Latency and throughput with more and more users.")
+    @click.option("--users", type=int, metavar="N",
+                  help="The longest requests of N users, and the least --gpu-memory-utilization for N requests.")
+    @click.option("--launch", is_flag=True, help="Print the command that starts the server.")
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes and times in seconds.")
+    def serve(
+        model: str, gpu: str | None, slo: str | None, frontier: bool, users: int | None, launch: bool, as_json: bool,
+        **given: Any,
+    ) -> int:
+        """Predict memory, latency, throughput and price of a model that an inference engine serves.
+
+        MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
+        """
+        name, count = _gpus(gpu)
+        service = Service(**{"tp": count, **{key: value for key, value in given.items() if value is not None}})
+        if slo is not None:
+            return _sized(show, model, service, name, slo, as_json)
+        if name is None:
+            raise SpecError("--gpu is missing; name the GPUs of the deployment, for example --gpu 8xH200")
+        if users is not None:
+            return _room(show, model, service, name, users, as_json)
+        if launch:
+            from ..serving.launch import launch_line
+
+            show(launch_line(find_model(model).name, service))
+            return 0
+        if frontier:
+            from ..serving.sizing import frontier as points_of
+            from ..serving.sizing import frontier_table
+
+            points = points_of(find_model(model), service, find_gpu(name))
+            show(_dump([asdict(point) for point in points]) if as_json else frontier_table(points))
+            return 0 if points else 1
+        report = verbs.serve(model, service, name)
+        show(_dump(report.to_dict()) if as_json else str(report))
+        return 0 if report.outcome == "fits" else 1
+
+    for field in fields(Service):
+        serve.params.append(_option(field.name, field.default))
+
+
+def _option(name: str, default: Any) -> click.Option:
+    shares = ("rate", "gpu_memory_utilization", "range_ratio", "prefix_hit")
+    kind: Any = str if isinstance(default, str) else float if name in shares else int
+    shown = None if name == "tp" or default is None else str(default)
+    return click.Option([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name], show_default=shown or False)
+
+
+def _gpus(text: str | None) -> tuple[str | None, int]:
+    """Return the GPU's name and how many there are in "8xH200"."""
+    if text is None:
+        return None, 1
+    match = re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", text)
+    return (match[2], int(match[1])) if match else (text, 1)
+
+
+def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as_json: bool) -> int:
+    from ..serving.sizing import least_utilization, longest_context
+
+    if users < 1:
+        raise SpecError(f"--users {users}: give 1 or more")
+    spec, card = find_model(model), find_gpu(gpu)
+    tokens, share = longest_context(spec, service, card, users), least_utilization(spec, service, card, users)
+    length = service.prompt_len + service.output_len
+    if as_json:
+        show(_dump({"longest_context": tokens, "gpu_memory_utilization": share}))
+    else:
+        least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than a {card.name} has"
+        show(f"Each of {users:,} users can have {tokens:,} tokens. Requests of {length:,} tokens need {least}.")
+    return 0 if tokens else 1
+
+
+def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: str, as_json: bool) -> int:
+    from ..serving.kernels import engine_kernels
+    from ..serving.sizing import deployment_table, deployments, separated
+
+    if service.rate is None:
+        raise SpecError("--slo needs --rate; give the requests per second that must be answered")
+    limits = dict(_limit(part) for part in slo.split(","))
+    if set(limits) != {"ttft", "tpot"}:
+        raise SpecError(f"--slo {slo}: give both, for example ttft=1s,tpot=30ms")
+    cards = [find_gpu(gpu)] if gpu else [card for card in map(find_gpu, all_gpus()) if engine_kernels(card).measured]
+    found = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], cards)
+    if as_json:
+        show(_dump([asdict(one) | {"gpus": one.gpus, "usd_per_hour": one.usd_per_hour} for one in found]))
+    elif found:
+        show(deployment_table(found))
+        card = find_gpu(found[0].point.gpu)
+        if apart := separated(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], card):
+            gpus = f"{apart.prefill} GPUs for prompts and {apart.decode} for answers (tp={apart.tp})"
+            times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
+            show(f"With prefill and decode on separate {card.name}: {gpus}, {times}.")
+    else:
+        show("No deployment of up to 8 GPUs meets this service level.")
+    return 0 if found else 1
+
+
+def _limit(text: str) -> tuple[str, float]:
+    match = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([\d.]+)\s*(ms|s)\s*", text)
+    if not match:
+        raise SpecError(f"--slo: {text!r} is no limit; write ttft=1s or tpot=30ms")
+    return match[1], float(match[2]) * (1e-3 if match[3] == "ms" else 1)
+
+
+def _dump(data: Any) -> str:
+    return json.dumps(data, indent=1, default=str)

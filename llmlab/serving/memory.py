@@ -1,0 +1,162 @@
+"""The memory of one GPU as an engine divides it: weights, everything outside of torch, the peak of a step, CUDA graphs,
+and what is left for the KV cache.
+
+vLLM profiles a step of `max_num_batched_tokens` tokens at its start (vllm/v1/worker/gpu_worker.py,
+determine_available_memory): a share of the GPU, less weights, less what that step took, less what NCCL and the CUDA
+context hold outside of torch; all the rest is blocks of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..hardware.gpu import GPU
+from ..specs.model import ModelSpec
+from .kernels import BITS
+from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, Recurrence, layers_of
+from .service import Service
+
+BLOCK = 16  # tokens per block of the cache
+# What libraries take outside of torch while vLLM starts: 0.13 GiB, as 0.11 logged for gpt-oss-20b on an H100. The CUDA
+# context is there before vLLM looks at the memory, and is not counted: the share of the GPU that is left has it.
+OUTSIDE = int(0.13 * 2**30)
+NCCL = 1 * 2**30  # buffers of NCCL and of the engine's own all-reduce, for several GPUs whose figure is not known
+# Bytes per logit while the profiled step samples with top-p: in 16 bit and fp32, sorted with their indices, the sort's
+# buffers. vLLM 0.11 logged 5.6 GiB for Qwen3-32B and 7.38 for gpt-oss-20b with 1,024 requests: 38.6 and 38.5.
+SAMPLING = 38.5
+STORED = {"awq": "int4", "gptq": "int4"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU: `budget` = `weights` + `outside` + `activations` + `graphs` + `cache` (below 0: does not fit).
+
+    `per_token`: bytes of the cache for one more token of a long request; `per_request`: bytes of a whole request;
+    `tokens` that the cache holds in `blocks`, `requests` of the service's length.
+    """
+
+    budget: int
+    weights: int
+    outside: int
+    activations: int
+    graphs: int
+    cache: int
+    per_token: int
+    per_request: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the cache, of BLOCK tokens each."""
+        return max(0, self.cache) // max(1, self.per_token * BLOCK)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.blocks * BLOCK
+
+    @property
+    def requests(self) -> int:
+        """Requests of the service's length that the cache holds together."""
+        return max(0, self.cache) // max(1, self.per_request)
+
+
+def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory:
+    """Return how `service` divides the memory of each of its GPUs."""
+    length = service.prompt_len + service.output_len
+    outside = OUTSIDE + ((gpu.nccl or NCCL) if service.gpus > 1 else 0)
+    budget = int(gpu.memory * service.gpu_memory_utilization)
+    weights, activations = weight_bytes(spec, service), activation_bytes(spec, service, gpu)
+    graphs = graph_bytes(spec, service, gpu)
+    cache = budget - weights - outside - activations - graphs
+    return Memory(
+        budget, weights, outside, activations, graphs, cache,
+        cache_bytes(spec, service, 2**20) - cache_bytes(spec, service, 2**20 - 1),
+        cache_bytes(spec, service, -(-length // BLOCK) * BLOCK),
+    )  # fmt: skip
+
+
+def weight_bytes(spec: ModelSpec, service: Service) -> int:
+    """Return the bytes of the weights on one GPU. Embedding, head, norms and routers stay in 16 bit."""
+    layers = layers_of(spec)
+    split = service.tp // service.dp_attention
+    total = (1 if spec.tied else 2) * layers.vocab * layers.hidden * 2 / split
+    for layer, count in layers.kinds:
+        total += count * (_mixer_elements(layers.hidden, layer, split) * _bits(service, layer) / 8)
+        if isinstance(layer.mlp, DenseMLP):
+            matrices = 3 if layer.mlp.gated else 2
+            total += count * matrices * layers.hidden * layer.mlp.width * _bits(service, layer) / 8 / service.tp
+        elif isinstance(layer.mlp, Experts):
+            matrices = 3 if layer.mlp.gated else 2
+            routed = layer.mlp.count * matrices * layers.hidden * layer.mlp.width / service.tp
+            shared = matrices * layers.hidden * layer.mlp.shared / (service.tp if service.ep == 1 else 1)
+            stored = BITS[STORED.get(service.weights, service.weights)]
+            total += count * (routed * stored / 8 + shared * _bits(service, layer) / 8)
+            total += count * layer.mlp.count * layers.hidden * 2
+    return int(total)
+
+
+def _bits(service: Service, layer: Layer) -> float:
+    """Return the bits of a weight outside of the routed experts."""
+    if service.weights == "mxfp4" or (service.weights in STORED and isinstance(layer.mlp, Experts)):
+        return 16
+    return BITS[STORED.get(service.weights, service.weights)]
+
+
+def _mixer_elements(hidden: int, layer: Layer, split: int) -> float:
+    mixer = layer.mixer
+    if isinstance(mixer, Attention):
+        kv = max(1.0, mixer.kv_heads / split)
+        query = mixer.heads / split * mixer.head_dim
+        return hidden * (query * (3 if mixer.gated else 2) + 2 * kv * mixer.head_dim)
+    if isinstance(mixer, LatentAttention):
+        heads, latent = mixer.heads / split, mixer.kv_rank + mixer.rope_dim
+        query = heads * (mixer.nope_dim + mixer.rope_dim)
+        index = mixer.index_heads * mixer.index_dim * mixer.q_rank + hidden * (mixer.index_dim + mixer.index_heads)
+        queries = hidden * mixer.q_rank + mixer.q_rank * query if mixer.q_rank else hidden * query
+        values = mixer.kv_rank * heads * (mixer.nope_dim + mixer.value_dim) + heads * mixer.value_dim * hidden
+        return queries + hidden * latent + values + index
+    if isinstance(mixer, Recurrence):
+        return hidden * (mixer.projected + mixer.inner) / split
+    return 0.0
+
+
+def cache_bytes(spec: ModelSpec, service: Service, tokens: int) -> int:
+    """Return the bytes that one request of `tokens` tokens has in the caches of one GPU."""
+    split = service.tp // service.dp_attention
+    total = 0.0
+    for layer, count in layers_of(spec).kinds:
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            seen = min(tokens, mixer.window or tokens)
+            total += count * seen * 2 * max(1, -(-mixer.kv_heads // split)) * mixer.head_dim * BITS[service.kv] / 8
+        elif isinstance(mixer, LatentAttention):
+            total += count * tokens * (mixer.kv_rank + mixer.rope_dim) * BITS[service.kv] / 8
+            total += count * tokens * mixer.index_dim  # the indexer's keys, in fp8
+        elif isinstance(mixer, Recurrence):
+            total += count * (4 * mixer.state + 2 * mixer.window) / split
+    return int(total)
+
+
+def activation_bytes(spec: ModelSpec, service: Service, gpu: GPU) -> int:
+    """Return the peak of the largest step: the widest layer of all its tokens, or sampling for all its requests."""
+    layers, (requests, tokens) = layers_of(spec), service.limits(gpu)
+    split = service.tp // service.dp_attention
+    widest = 0.0
+    for layer, _ in layers.kinds:
+        mlp, mixer = layer.mlp, layer.mixer
+        if isinstance(mlp, DenseMLP):
+            widest = max(widest, mlp.width * (3 if mlp.gated else 2) / service.tp)
+        elif isinstance(mlp, Experts):  # a row for each choice: gate and up, their product, and the output
+            width = mlp.width / (1 if service.ep > 1 else service.tp)
+            widest = max(widest, mlp.per_token * (3 * width + layers.hidden))
+        if isinstance(mixer, Attention):
+            heads = (mixer.heads * (2 if mixer.gated else 1) + 2 * mixer.kv_heads) / split
+            widest = max(widest, heads * mixer.head_dim + mixer.heads / split * mixer.head_dim)
+    residual = 2 * tokens * layers.hidden
+    sampling = min(requests, tokens) * layers.vocab * SAMPLING
+    return int(residual + max(2 * tokens * (2 * layers.hidden + widest), sampling))
+
+
+def graph_bytes(spec: ModelSpec, service: Service, gpu: GPU) -> int:
+    """Return what the CUDA graphs of decoding keep: their inputs and outputs, and a pool for each kind of step."""
+    return 2**20 * (150 + 8 * len(layers_of(spec).kinds)) + 4 * min(512, service.limits(gpu)[0]) * spec.hidden

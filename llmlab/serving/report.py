@@ -1,0 +1,181 @@
+"""What `lab.serve` answers: memory, latency, throughput and price of a deployment."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..base.errors import SpecError
+from ..base.notes import Note
+from ..base.units import show_bytes, show_seconds
+from ..formulas.time.step import price
+from ..hardware.gpu import GPU
+from ..specs.model import ModelSpec
+from .kernels import engine_kernels
+from .layers import Attention, LatentAttention, layers_of
+from .load import Latency, latency, prompt_seconds
+from .memory import Memory, divided_memory
+from .service import Service
+from .step import Step, step_seconds
+
+# Of 80 % of the deployments in benchmarks/serving that the constants were not fitted to, the measured value lies
+# between these factors of the predicted one.
+TPOT_INTERVAL = (0.8, 1.35)
+TTFT_INTERVAL = (0.6, 1.7)
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """A deployment's memory per GPU, latency and throughput. Bytes, seconds, US dollars; None where it does not fit.
+
+    `latency` has medians and 99th percentiles under the load; `time` the parts of a step that gives each running
+    request a token; `usd_per_million_input` and `_output` divide the price of the GPUs by the time that prompts and
+    answers take.
+    """
+
+    model: str
+    gpu: str
+    service: Service
+    memory: Memory
+    running: int
+    latency: Latency | None
+    time: dict[str, float]
+    usd_per_million_input: float | None
+    usd_per_million_output: float | None
+    notes: tuple[Note, ...]
+
+    @property
+    def outcome(self) -> str:
+        """"fits", or "out of memory" where weights and one step leave no room for a request."""
+        return "fits" if self.latency else "out of memory"
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float | None:
+        """Output tokens per second of the deployment, divided by its GPUs."""
+        return self.latency.tokens_per_second / self.service.gpus if self.latency else None
+
+    @property
+    def tokens_per_second_per_user(self) -> float | None:
+        """Tokens per second that one request gets after its first."""
+        return 1 / self.latency.tpot if self.latency and self.latency.tpot else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data, for JSON."""
+        data = asdict(self) | {"outcome": self.outcome, "notes": [str(note) for note in self.notes]}
+        data["memory"] |= {"blocks": self.memory.blocks, "tokens": self.memory.tokens, "requests": self.memory.requests}
+        data["tokens_per_second_per_gpu"] = self.tokens_per_second_per_gpu
+        return data
+
+    def __str__(self) -> str:
+        memory, service = self.memory, self.service
+        lines = [f"{self.model} on {service.gpus} × {self.gpu}, {service.engine}, weights in {service.weights}", ""]
+        sizes = (
+            ("budget", memory.budget), ("weights", memory.weights), ("outside of torch", memory.outside),
+            ("peak of a step", memory.activations), ("CUDA graphs", memory.graphs), ("KV cache", memory.cache),
+        )  # fmt: skip
+        lines += [f"{name:20}{show_bytes(size) if size >= 0 else '-' + show_bytes(-size):>12}" for name, size in sizes]
+        if not self.latency:
+            missing = show_bytes(memory.per_request - memory.cache)
+            return "\n".join([*lines, "", f"Out of memory: {missing} more are needed on each GPU.", *self._noted()])
+        lines += [f"{'cache holds':20}{memory.tokens:>12,} tokens, {memory.requests:,} requests of this length", ""]
+        found = self.latency
+        for name, value, far, (low, high) in (
+            ("TTFT", found.ttft, found.ttft_p99, TTFT_INTERVAL), ("TPOT", found.tpot, found.tpot_p99, TPOT_INTERVAL)
+        ):  # fmt: skip
+            between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
+            lines.append(f"{name:20}{show_seconds(value):>12} ({between}), p99 {show_seconds(far)}")
+        rate = f"{found.tokens_per_second:,.0f} tokens/s"
+        lines.append(f"{'output':20}{rate:>12}, {self.tokens_per_second_per_gpu:,.0f} per GPU")
+        if self.usd_per_million_output is not None:
+            both = f"${self.usd_per_million_input:.3f} in, ${self.usd_per_million_output:.2f} out"
+            lines.append(f"{'per million tokens':20}{both:>12}")
+        shares = ", ".join(f"{part} {show_seconds(value)}" for part, value in self.time.items() if value >= 5e-6)
+        return "\n".join([*lines, "", f"A step of {self.running:,} requests: {shares}.", *self._noted()])
+
+    def _noted(self) -> list[str]:
+        return [f"note: {note}" for note in self.notes]
+
+
+def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
+    """Return what `service` costs for the model. Raises SpecError for what cannot be served so."""
+    service = checked(spec, service, gpu)
+    memory = divided_memory(spec, service, gpu)
+    room = memory.requests * service.dp_attention
+    notes = _notes(spec, service, gpu)
+    if room < 1:
+        if nearest := _nearest(spec, service, gpu):
+            notes.append(Note("fits-with", f"it fits with {nearest}"))
+        return ServingReport(spec.name, gpu.name, service, memory, 0, None, {}, None, None, tuple(notes))
+    found = latency(spec, service, gpu, memory)
+    busy = round(found.tokens_per_second * found.tpot) if service.rate else service.concurrency or 1
+    if service.rate and found.requests_per_second < 0.95 * service.rate:
+        answered = f"{found.requests_per_second:.3g} of {service.rate:.3g} requests per second are answered"
+        notes.append(Note("queue-grows", f"{answered}: the queue grows, and the time to the first token with it"))
+    running = max(1, min(room, busy, service.limits(gpu)[0] * service.dp_attention))
+    context = service.prompt_len + service.output_len // 2
+    time = step_seconds(spec, service, gpu, Step(running, context))
+    prices = _prices(spec, service, gpu, found)
+    about = spec.name, gpu.name, service, memory, running, found, time
+    return ServingReport(*about, prices[0], prices[1], tuple(notes))
+
+
+def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
+    """Return the service with the model's longest request filled in. Raises SpecError for what cannot be."""
+    longest = service.max_model_len or spec.max_positions
+    if longest > spec.max_positions:
+        raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions")
+    if service.prompt_len + service.output_len > longest:
+        total = f"prompt_len={service.prompt_len} and output_len={service.output_len} are more"
+        raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")
+    units = {"fp8": "fp8", "nvfp4": "fp4"}.get(service.weights)
+    if units and gpu.peak(units) is None:
+        words = f'weights="{service.weights}": {gpu.name} has no {units} units'
+        raise SpecError(f'{words}; give "bf16", "awq" or "gptq"')
+    split = service.tp // service.dp_attention
+    for layer, _ in layers_of(spec).kinds:
+        if isinstance(layer.mixer, (Attention, LatentAttention)) and layer.mixer.heads % split:
+            raise SpecError(f"tp={split} does not divide the {layer.mixer.heads} heads of {spec.name}")
+    return replace(service, max_model_len=longest)
+
+
+def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
+    notes = []
+    if not engine_kernels(gpu).measured:
+        words = f"no kernels of {gpu.name} were measured: times are those of its data sheet"
+        notes.append(Note("kernels-not-measured", f"{words}, at 80 % of its bandwidth and 60 % of its peak"))
+    split = service.tp // service.dp_attention
+    least = min((layer.mixer.kv_heads for layer, _ in layers_of(spec).kinds if isinstance(layer.mixer, Attention)),
+                default=split)  # fmt: skip
+    if split > least:
+        notes.append(Note("heads-copied", f"each of the {least} key and value heads is on {split // least} GPUs"))
+    return notes
+
+
+def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
+    """Return the smallest change with which a request fits: more GPUs, then smaller weights."""
+    tries: list[tuple[dict[str, Any], str]]
+    tries = [({"tp": count}, f"tp={count}") for count in (2, 4, 8) if count > service.tp]
+    small = [kind for kind, units in (("fp8", "fp8"), ("nvfp4", "fp4"), ("awq", "bf16")) if gpu.peak(units)]
+    tries += [({"weights": kind}, f'weights="{kind}"') for kind in small if kind != service.weights]
+    tries += [({"weights": kind, "tp": 8}, f'weights="{kind}" and tp=8') for kind in small if kind != service.weights]
+    for fields, words in tries:
+        try:
+            other = checked(spec, replace(service, **fields), gpu)
+        except SpecError:
+            continue
+        if divided_memory(spec, other, gpu).requests:
+            return words
+    return None
+
+
+def _prices(
+    spec: ModelSpec, service: Service, gpu: GPU, found: Latency
+) -> tuple[float, float] | tuple[None, None]:
+    """Return US dollars per million input and output tokens: the GPUs' price by the time that each kind takes."""
+    paid = price(gpu, service.gpus, None)
+    if paid is None:
+        return None, None
+    second = paid / 3600
+    reading = min(0.95, found.requests_per_second * prompt_seconds(spec, service, gpu))  # share of the time
+    inputs = found.requests_per_second * service.prompt_len
+    return second * reading / inputs * 1e6, second * (1 - reading) / found.tokens_per_second * 1e6

@@ -1,0 +1,219 @@
+"""Which deployment: the frontier of latency and throughput of one, and the cheapest that meets a service level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from ..base.errors import SpecError
+from ..base.tables import Table
+from ..base.units import show_seconds
+from ..hardware.gpu import GPU
+from ..specs.model import ModelSpec
+from .load import first_token, prompt_seconds
+from .memory import cache_bytes, divided_memory
+from .report import checked
+from .service import Service
+from .step import Step, step_seconds
+
+USERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A deployment with so many `users`: seconds to the first and per further token, output tokens and requests per
+    second, and US dollars per hour of all its GPUs (None: no price is known)."""
+
+    gpu: str
+    service: Service
+    users: int
+    ttft: float
+    tpot: float
+    tokens_per_second: float
+    requests_per_second: float
+    usd_per_hour: float | None
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Output tokens per second, divided by the GPUs."""
+        return self.tokens_per_second / self.service.gpus
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """So many `copies` of a deployment, each with the users of `point`, to serve `rate` requests per second."""
+
+    point: Point
+    copies: int
+    rate: float
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all copies."""
+        return self.copies * self.point.service.gpus
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """US dollars per hour of all copies."""
+        return None if self.point.usd_per_hour is None else self.copies * self.point.usd_per_hour
+
+
+def frontier(spec: ModelSpec, service: Service, gpu: GPU, users: Sequence[int] = USERS) -> list[Point]:
+    """Return the latency and throughput of `service` with more and more users, as far as the cache has room for them.
+
+    Users wait for each answer before they ask again, at times that spread evenly over their answers: so many prompts
+    are read while one answer is written. Raises SpecError for a service that cannot be.
+    """
+    service = checked(spec, service, gpu)
+    room = divided_memory(spec, service, gpu).requests * service.dp_attention
+    most = min(room, service.limits(gpu)[0] * service.dp_attention)
+    return [_point(spec, replace(service, concurrency=count, rate=None), gpu) for count in users if count <= most]
+
+
+def _point(spec: ModelSpec, service: Service, gpu: GPU) -> Point:
+    users = service.concurrency or 1
+    context = service.prompt_len + service.output_len // 2
+    alone = _step_of(spec, service, gpu, users, context)
+    prompt = prompt_seconds(spec, service, gpu)
+    each = alone + (users - 1) * prompt / service.output_len
+    first = first_token(spec, service, gpu)
+    rate = users / (first + each * (service.output_len - 1))
+    hour = None if gpu.usd_per_hour is None else service.gpus * gpu.usd_per_hour
+    return Point(gpu.name, service, users, first, each, rate * service.output_len, rate, hour)
+
+
+def deployments(
+    spec: ModelSpec, service: Service, rate: float, ttft: float, tpot: float, gpus: Iterable[GPU]
+) -> list[Deployment]:
+    """Return the deployments that serve `rate` requests per second within `ttft` and `tpot` seconds (at the median),
+    the cheapest of each GPU, the cheapest first; where no price is known, that with the fewest GPUs.
+
+    Each GPU is tried with tensor parallelism over 1, 2, 4 and 8 of them, with as many users as the service level
+    allows, in as many copies as the rate needs.
+    """
+    if not (rate > 0 and ttft > 0 and tpot > 0):
+        raise SpecError(f"rate={rate}, ttft={ttft}, tpot={tpot}: give numbers above 0")
+    cheapest = []
+    for gpu in gpus:
+        met = []
+        for degree in DEGREES:
+            try:
+                points = frontier(spec, replace(service, tp=degree, ep=1, dp_attention=1), gpu)
+            except SpecError:
+                continue  # heads that so many GPUs do not divide, or units that this GPU lacks
+            good = [point for point in points if point.ttft <= ttft and point.tpot <= tpot]
+            if good:
+                most = max(good, key=lambda point: point.requests_per_second)
+                met.append(Deployment(most, ceil(rate / most.requests_per_second), rate))
+        cheapest += sorted(met, key=_cost)[:1]
+    return sorted(cheapest, key=_cost)
+
+
+def _cost(deployment: Deployment) -> tuple[bool, float, int]:
+    return deployment.usd_per_hour is None, deployment.usd_per_hour or 0.0, deployment.gpus
+
+
+@dataclass(frozen=True)
+class Separated:
+    """Prompts read on `prefill` GPUs, answers written on `decode` others, each copy on `tp` of them; the cache of a
+    prompt is sent from one to the other in `transfer` seconds, which are in `ttft`."""
+
+    gpu: str
+    tp: int
+    prefill: int
+    decode: int
+    ttft: float
+    tpot: float
+    transfer: float
+    usd_per_hour: float | None
+
+
+def separated(
+    spec: ModelSpec, service: Service, rate: float, ttft: float, tpot: float, gpu: GPU
+) -> Separated | None:
+    """Return the fewest GPUs that meet the service level with prefill and decode apart (DistServe, arXiv 2401.09670);
+    None where no degree of tensor parallelism does.
+
+    Prompts come at random and wait for each other (the M/D/1 queue's mean, ρ/(2(1 − ρ)) prompts); steps of decoding
+    are never made longer by a prompt. A cache is sent at the rate of NVLink, or 25 GB/s.
+    """
+    best = None
+    for degree in DEGREES:
+        parts = replace(service, tp=degree, ep=1, dp_attention=1, rate=None)
+        try:
+            points = frontier(spec, parts, gpu)
+        except SpecError:
+            continue
+        context = service.prompt_len + service.output_len // 2
+        alone = [(point.users, _step_of(spec, parts, gpu, point.users, context)) for point in points]
+        fast = [(users, seconds) for users, seconds in alone if seconds <= tpot]
+        if not fast:
+            continue
+        users, each = fast[-1]
+        prompt = prompt_seconds(spec, replace(parts, concurrency=1), gpu)
+        transfer = cache_bytes(spec, parts, service.prompt_len) / (gpu.nvlink or 25e9)
+        copies = ceil(rate * prompt)
+        while True:  # enough copies that the queue is short
+            busy = rate * prompt / copies
+            first = prompt * (1 + busy / (2 * (1 - busy))) + transfer + each if busy < 1 else float("inf")
+            if first <= ttft or copies > 10_000:
+                break
+            copies += 1
+        if first > ttft:
+            continue
+        prefill, decode = copies * degree, ceil(rate * service.output_len * each / users) * degree
+        hour = None if gpu.usd_per_hour is None else (prefill + decode) * gpu.usd_per_hour
+        found = Separated(gpu.name, degree, prefill, decode, first, each, transfer, hour)
+        if best is None or prefill + decode < best.prefill + best.decode:
+            best = found
+    return best
+
+
+def _step_of(spec: ModelSpec, service: Service, gpu: GPU, users: int, context: int) -> float:
+    return sum(step_seconds(spec, service, gpu, Step(users, context)).values())
+
+
+def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> int:
+    """Return the tokens that each of `users` requests can have in the cache together, at most the model's; 0: none."""
+    room = max(0, divided_memory(spec, service, gpu).cache) * service.dp_attention // users
+    low, high = 0, spec.max_positions
+    while low < high:  # the bytes of a request grow with its tokens, but not in proportion where windows bound them
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cache_bytes(spec, service, middle) <= room else (low, middle - 1)
+    return low
+
+
+def least_utilization(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> float | None:
+    """Return the smallest gpu_memory_utilization with which `users` requests of the service's length fit; None where
+    they do not even fit the whole GPU."""
+    memory = divided_memory(spec, replace(service, gpu_memory_utilization=1.0), gpu)
+    needed = memory.budget - memory.cache + memory.per_request * ceil(users / service.dp_attention)
+    return needed / memory.budget if needed <= memory.budget else None
+
+
+def frontier_table(points: Sequence[Point]) -> Table:
+    """Return the table of a frontier: a row for each number of users."""
+    rows: list[tuple[Any, ...]] = [
+        (
+            f"{point.users:,}", show_seconds(point.ttft), show_seconds(point.tpot), f"{1 / point.tpot:,.0f}",
+            f"{point.tokens_per_second:,.0f}", f"{point.tokens_per_second_per_gpu:,.0f}",
+        )
+        for point in points
+    ]  # fmt: skip
+    return Table(("users", "TTFT", "TPOT", "tokens/s per user", "tokens/s", "per GPU"), rows)
+
+
+def deployment_table(found: Sequence[Deployment]) -> Table:
+    """Return the table of deployments: a row for each."""
+    rows: list[tuple[Any, ...]] = [
+        (
+            f"{one.gpus} × {one.point.gpu}", f"{one.copies} × tp={one.point.service.tp}", f"{one.point.users:,}",
+            show_seconds(one.point.ttft), show_seconds(one.point.tpot),
+            "–" if one.usd_per_hour is None else f"${one.usd_per_hour:,.2f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    return Table(("GPUs", "copies", "users each", "TTFT", "TPOT", "per hour"), rows, words=(0, 1))

@@ -1,0 +1,49 @@
+"""What the page on how a GPU runs a kernel derives by hand agrees with formulas, records and published figures."""
+
+import pytest
+
+import llmlab as lab
+from llmlab.archive import figure
+from llmlab.course.job import GPU, MODEL, job
+from llmlab.course.kernels.occupancy import REGISTERS, occupancy
+from llmlab.formulas.time.efficiency import efficiencies
+from llmlab.formulas.time.flops import flops
+
+RATES, A6000 = efficiencies()[GPU], lab.gpu("RTX-A6000")
+PUBLISHED = figure("sgemm-cuda")
+
+
+def test_the_flop_of_an_update_with_checkpointing():
+    run, model = job("08-checkpointing"), lab.model(MODEL)
+    N, L, V, h, f, S, T = (
+        model.parameters, model.layers, model.vocab, model.hidden, model.intermediate, run.seq_len, 4096
+    )  # fmt: skip
+    by_hand = 6 * N * T + 12 * L * h * S * T + 2 * T * (N - V * h - L * f * h) + 4 * L * h * S * T
+    assert flops(model, run).total == pytest.approx(by_hand, rel=1e-3)
+    assert by_hand * 2 / RATES.bandwidth == pytest.approx(358, abs=1)  # s, if each multiply-add loads two fp16 values
+
+
+def test_tiles_of_128_are_bound_by_bytes_on_a_t4_and_the_sums_of_256_fill_its_registers():
+    assert 128 < 2 * RATES.matmul["fp16"] / RATES.bandwidth < 256
+    assert REGISTERS == 256 * 256
+
+
+def test_the_bytes_of_a_warp_predict_the_gain_of_coalescing():
+    assert PUBLISHED["coalesced"] / PUBLISHED["naive"] == pytest.approx(33 / 5, rel=0.03)
+    for name, moved in (("naive", 33), ("coalesced", 5)):  # bytes per multiply-add
+        assert PUBLISHED[name] > 6 * 2 * A6000.bandwidth / moved  # so caches answer five of six
+    assert PUBLISHED["tiles of 32"] < 2 * A6000.bandwidth / 0.25
+
+
+def test_the_faster_kernel_has_the_lower_occupancy():
+    assert occupancy(256, 80, 8192, A6000) < min(occupancy(1024, registers, 0, A6000) for registers in range(8, 65))
+    assert PUBLISHED["tiles of 128, 8 × 8 per thread"] > 8 * PUBLISHED["coalesced"]
+
+
+def test_checkpointing_costs_a_small_step_on_an_h200_more_than_its_kernels():
+    runs = [lab.Training(1, 1024, precision="autocast-bf16", attention="sdpa", checkpointing=way)
+            for way in (None, "full")]  # fmt: skip
+    plain, full = (lab.records(MODEL, run, "H200")[0].step_seconds for run in runs)
+    without, repeated = (lab.estimate(MODEL, run, "H200") for run in runs)
+    kernels = [report.step_seconds - report.time["launches"] for report in (without, repeated)]
+    assert full - plain > 4 * (kernels[1] - kernels[0]) > 0
