@@ -44,5 +44,6 @@ def test_logsumexp_by_lanes():
 def test_a_loss_in_chunks_has_the_same_gradients_and_few_logits():
     with MostRows() as most:
         chunked = moved([padded(texts())], chunk=64)
-    assert error(chunked, plain_gradient(texts())) < 1e-3
+    off = error(chunked, plain_gradient(texts()))
+    assert off < 1e-3
     assert most.rows <= 64

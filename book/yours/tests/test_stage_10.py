@@ -42,7 +42,8 @@ def everything():
 def test_everything_together_gives_the_gradients_of_the_plain_trainer(make):
     batches = trainer.micro_batches(texts(), room=128)
     gradient = moved(batches, with_fused_attention(make()), **everything())
-    assert error(gradient, plain_gradient(texts(), make())) < 0.03
+    off = error(gradient, plain_gradient(texts(), make()))
+    assert off < 0.03
 
 
 def test_your_trainer_trains_your_gpt():
