@@ -45,7 +45,18 @@ def split(lengths, room):
     raise NotImplementedError
 
 
-# ---- chapter 7: write this, and for "Learning rates" the two after it
+# ---- chapter 6, "Batches of texts"
+
+
+def collate(texts, pad):
+    raise NotImplementedError
+
+
+def pack(lengths, S):
+    raise NotImplementedError
+
+
+# ---- chapter 7
 
 
 def parameter_groups(model, decay):
@@ -60,6 +71,21 @@ def factor(step, warmup, decay, total):
 
 
 def scaled_update(loss, weights, optimizer, scaler, limit):
+    raise NotImplementedError
+
+
+# ---- chapter 7, "Learning rates that carry over"
+
+
+def scaled_groups(model, rate, decay, ratio):
+    raise NotImplementedError
+
+
+def noise_scale_of(gradients, tokens):
+    raise NotImplementedError
+
+
+def take_step(norm, before, times=5.0, window=4):
     raise NotImplementedError
 
 

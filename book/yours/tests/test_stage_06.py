@@ -34,3 +34,11 @@ def test_clipping_sees_the_sum_of_all_micro_batches():
     for options in ({}, {"dtype": torch.float16, "scaler": torch.amp.GradScaler("cpu")}):
         norm = moved(parts, limit=0.01, **options).norm().item()
         assert abs(norm - 0.01) < 1e-4
+
+
+def test_collate():
+    assert broken(trainer.collate, facts.collate) == {}
+
+
+def test_pack():
+    assert broken(trainer.pack, facts.pack) == {}

@@ -34,3 +34,15 @@ def test_a_run_learns_its_texts_and_ends_with_the_rate_of_the_schedule():
     losses = trainer.train(model, adamw, [[padded(texts())]] * steps, schedule, limit=1.0)
     assert losses[-1] < losses[0] - 2
     assert all(abs(group["lr"] - 1e-2 * schedule(steps - 1)) < 1e-9 for group in adamw.param_groups)
+
+
+def test_scaled_groups():
+    assert broken(trainer.scaled_groups, facts.scaled_groups) == {}
+
+
+def test_noise_scale_of():
+    assert broken(trainer.noise_scale_of, facts.noise_scale_of) == {}
+
+
+def test_take_step():
+    assert broken(trainer.take_step, facts.take_step) == {}

@@ -47,3 +47,11 @@ def test_a_loss_in_chunks_has_the_same_gradients_and_few_logits():
     off = error(chunked, plain_gradient(texts()))
     assert off < 1e-3
     assert most.rows <= 64
+
+
+def test_bytes_loaded():
+    assert broken(kernels.bytes_loaded, kernel_facts.bytes_loaded) == {}
+
+
+def test_sectors():
+    assert broken(kernels.sectors, kernel_facts.sectors) == {}

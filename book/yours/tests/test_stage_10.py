@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import V, error, moved, plain_gradient, small_gpt, small_llama, texts
-from yours import attention, trainer
+from yours import attention, formats, time, trainer
 
 from llmlab.data import split, windows
 from llmlab.notebook.exercises import attention as facts
+from llmlab.notebook.exercises import formats as format_facts
+from llmlab.notebook.exercises import time as time_facts
 from llmlab.notebook.quiz import broken
 
 
@@ -57,3 +59,19 @@ def test_your_trainer_trains_your_gpt():
     with torch.no_grad():
         held_out = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert held_out < math.log(V) - 0.8  # better than guessing
+
+
+def test_blockwise():
+    assert broken(formats.blockwise, format_facts.blockwise) == {}
+
+
+def test_delayed():
+    assert broken(formats.delayed, format_facts.delayed) == {}
+
+
+def test_gaps():
+    assert broken(time.gaps, time_facts.gaps) == {}
+
+
+def test_share_of():
+    assert broken(time.share_of, time_facts.share_of) == {}

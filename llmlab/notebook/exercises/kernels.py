@@ -44,3 +44,18 @@ logsumexp_by_lanes = {
     "large values do not overflow": lambda f: abs(f(_row + 1e4, 8) - (_row + 1e4).logsumexp(0)) < 1e-6,
     "a lane of nothing but -inf": lambda f: abs(f(torch.tensor([1.0, -torch.inf, 2.0, -torch.inf]), 2) - 2.3133) < 1e-3,
 }
+
+bytes_loaded = {
+    "tiles of 1 × 1 load two values per multiply-add": lambda f: f(8, 8, 8, 1, 1, 4) == 2 * 8**3 * 4,
+    "tiles of 32 load the bytes that we counted": lambda f: f(64, 64, 64, 32, 32, 4) == 2 * 4 / 32 * 64**3,
+    "a single tile loads each matrix once": lambda f: f(6, 4, 10, 6, 10, 2) == (6 * 4 + 4 * 10) * 2,
+    "a wide tile loads less of x": lambda f: f(64, 8, 64, 8, 32, 1) == 64 * 8 * 2 + 8 * 64 * 8,
+}
+
+sectors = {
+    "neighbors in fp32 need 4": lambda f: f(0, 1, 4) == 4,
+    "neighbors in bf16 need 2": lambda f: f(0, 1, 2) == 2,
+    "a start inside a sector needs one more": lambda f: f(3, 1, 4) == 5,
+    "far apart, each thread needs its own": lambda f: f(0, 4096, 4) == 32,
+    "every second value wastes half": lambda f: f(0, 2, 4) == 8,
+}

@@ -111,7 +111,22 @@ split = {
     "nothing is lost": lambda f: [n for group in f(_chats, 2048) for n in group] == _chats,
 }
 
-# ---- chapter 7, and its page on learning rates
+_two = [[5, 6, 7, 0], [8, 0]]  # 0 ends a text, and is also the padding
+
+collate = {
+    "ids are as wide as the longest text": lambda f: f(_two, 0)[0].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]],
+    "ends have labels, padding has none": lambda f: f(_two, 0)[1].tolist() == [[5, 6, 7, 0], [8, 0, -100, -100]],
+    "a single text needs no padding": lambda f: f([[3, 4]], 0)[1].tolist() == [[3, 4]],
+}
+
+pack = {
+    "equal texts fill the rows": lambda f: f([8, 8, 8], 16) == [[8, 8], [8]],
+    "the first row with room": lambda f: f([10, 9, 3, 5], 16) == [[10, 5], [9, 3]],
+    "nothing is lost": lambda f: sorted(n for row in f(_chats, 1024) for n in row) == sorted(_chats),
+    "the eight chats need six rows": lambda f: len(f(_chats, 1024)) == 6,
+}
+
+# ---- chapter 7, and its pages on learning rates
 
 
 def _decays(f, change: Callable[[nn.ModuleDict], object] = lambda net: None) -> dict[str, float | None]:
@@ -158,6 +173,54 @@ scaled_update = {
     "a short one is not": lambda f: torch.allclose(_scaled(f, limit=9.0)[1], torch.tensor([-3.0, -4.0]), atol=1e-3),
     "an overflow skips the step": lambda f: _scaled(f, infinite=True)[1].tolist() == [0.0, 0.0],
     "an overflow halves the scale": lambda f: _scaled(f, infinite=True)[2] == 512.0,
+}
+
+
+def _settings(f, ratio: int) -> dict[str, tuple[float, float] | None]:
+    """Return the learning rate and the weight decay of each parameter by its name."""
+    net = nn.ModuleDict({
+        "embed": nn.Embedding(8, 4), "layers": nn.ModuleList([nn.Linear(4, 4)]),
+        "norm": nn.LayerNorm(4), "head": nn.Linear(4, 8, bias=False),
+    })  # fmt: skip
+    optimizer = torch.optim.AdamW(f(net, 0.01, 0.1, ratio))  # raises if a parameter is listed twice
+    settings = {
+        id(w): (round(group["lr"], 6), round(group["weight_decay"], 6))
+        for group in optimizer.param_groups for w in group["params"]
+    }  # fmt: skip
+    return {name: settings.get(id(w)) for name, w in net.named_parameters()}
+
+
+def _ends_keep_their_rate(f) -> bool:
+    return _settings(f, 4)["embed.weight"] == _settings(f, 4)["head.weight"] == (0.01, 0.1)
+
+
+scaled_groups = {
+    "at the base nothing changes": lambda f: set(_settings(f, 1).values()) == {(0.01, 0.1)},
+    "hidden matrices": lambda f: _settings(f, 4)["layers.0.weight"] == (0.0025, 0.4),
+    "their biases are no matrices": lambda f: _settings(f, 4)["layers.0.bias"] == (0.01, 0.1),
+    "embedding and head keep their rate": _ends_keep_their_rate,
+}
+
+
+def _noise(f, true=2.0, deviation=3.0, tokens=10, count=4000) -> float:
+    """Return the result for gradients with a known noise scale of deviation² / true² tokens."""
+    rows = true + deviation / tokens**0.5 * torch.randn(count, 5, generator=torch.Generator().manual_seed(0))
+    return float(f(rows, tokens))
+
+
+noise_scale_of = {
+    "two micro-batches, by hand": lambda f: abs(float(f(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), 4)) - 8 / 7) < 1e-4,
+    "no noise": lambda f: abs(float(f(torch.ones(4, 3), 8))) < 1e-4,
+    "a known noise": lambda f: abs(_noise(f) / 2.25 - 1) < 0.05,
+    "it does not depend on the micro-batch": lambda f: abs(_noise(f, tokens=100) / 2.25 - 1) < 0.05,
+}
+
+take_step = {
+    "a usual norm is taken": lambda f: f(1.2, [1.0, 1.1, 0.9, 1.0]) is True,
+    "a spike is not": lambda f: f(9.0, [1.0, 1.1, 0.9, 1.0]) is False,
+    "not even after an earlier spike": lambda f: f(9.0, [1.0, 30.0, 0.9, 1.0]) is False,
+    "only the last norms count": lambda f: f(9.0, [1.0] * 9 + [4.0] * 4) is True,
+    "at the start every step is taken": lambda f: f(9.0, [1.0, 1.0]) is True,
 }
 
 # ---- chapter 8
