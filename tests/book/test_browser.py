@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "_build" / "html"
 SCREENSHOTS = ROOT / "_build" / "screenshots"
 MOVED = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["sphinx"]["config"]["html_context"]["moved"]
-BUILT = {path.relative_to(SITE).as_posix() for path in SITE.glob("book/*.html")}
+BUILT = {path.relative_to(SITE).as_posix() for path in SITE.glob("book/**/*.html")}
 PAGES = sorted(BUILT - {f"{old}.html" for old in MOVED})
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = [
