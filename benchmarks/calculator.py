@@ -95,7 +95,8 @@ def measured(site: str) -> list[Row]:
             f"< {UPDATE_BAR * 1e3:.0f} ms", update < UPDATE_BAR),
         Row("the slowest of these", f"{max(updates) * 1e3:.0f} ms"),
         Row(f"a plan for Llama-3.1-8B on 8xH100-80GB, median of {PLANS}", f"{median(plans):.1f} s"),
-        Row("size of the files that the page loads, uncompressed", f"{large:.1f} MiB", f"< {SIZE_BAR:g} MiB", large < SIZE_BAR),
+        Row("size of the files that the page loads, uncompressed", f"{large:.1f} MiB", f"< {SIZE_BAR:g} MiB",
+            large < SIZE_BAR),
     ]  # fmt: skip
 
 

@@ -262,18 +262,18 @@ def report(results: list[Result], made: str) -> str:
     answered = [result for result in results if result.outcome in ANSWERED]
     others = [result for result in results if result.outcome not in ANSWERED]
     minutes = sum(result.seconds for result in results) / 60
-    lines = [f"We ran {len(results)} command lines from {repositories} repositories in {minutes:.0f} minutes, with these "
-             f"outcomes: {counts}.", ""]
+    lines = [f"We ran {len(results)} command lines from {repositories} repositories in {minutes:.0f} minutes, with "
+             f"these outcomes: {counts}.", ""]
     off = [abs(each) for result in answered if (each := _off(result)) is not None]
     if off:
-        lines += [f"The authors of {len(off)} of them published the memory. The simulation is off by {median(off):.1%} at the "
-                  f"median and by {max(off):.1%} at most.", ""]  # fmt: skip
+        lines += [f"The authors of {len(off)} of them published the memory. The simulation is off by {median(off):.1%} "
+                  f"at the median and by {max(off):.1%} at most.", ""]  # fmt: skip
     header = ["script", "GPU", "outcome", "peak allocated", "peak reserved", "published", "seconds"]
     lines += titled_table("Scripts that ran", header, [_ran(result) for result in answered])
     if others:
         header = ["script", "outcome", "message"]
-        lines += titled_table("Scripts that did not run", header, [[_named(r), r.outcome, _plain(r.said)] for r in others],
-                              words=True)  # fmt: skip
+        messages = [[_named(r), r.outcome, _plain(r.said)] for r in others]
+        lines += titled_table("Scripts that did not run", header, messages, words=True)
     return "\n".join([*lines, made])
 
 

@@ -124,7 +124,7 @@ def test_the_tables():
                            "1 ran to its end, 1 not supported.")
     assert "| 8 × T4 | ran, 2 steps | 1.00 GiB, upper | 2.00 GiB, upper |  | 10 |" in text and "x…`" in text
     assert "| ran to its end, 1 step | 1.00 GiB | 2.00 GiB | 2.50 GiB reserved (-20.0%) | 10 |" in text
-    assert "of 1 of them published the memory. The simulation is off by 20.0% at the median and by 20.0% at most" in text
+    assert "The simulation is off by 20.0% at the median and by 20.0% at most." in text
     assert "| r: `b.py` | T4 |" in text and "| q: the third | not supported | no 'x' there |" in text
     assert text.endswith("made today.")
 
