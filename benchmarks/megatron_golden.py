@@ -58,7 +58,7 @@ def main(out: Path | None) -> None:
         held, reserved, stays, peak = megatron_runs.recipe(name)
         sizes = f"{held / MiB:,.0f}", off(stays, held), f"{reserved / MiB:,.0f}", f"{peak / MiB:,.0f}"
         nemo.append([name, *sizes, f"{reserved / peak:.3f}"])
-    bound = f"A verdict on a run of Megatron-LM allows for {MEGATRON.holes:.2f} times its peak. These runs reserved less."
+    bound = f"A verdict on a Megatron-LM run allows for {MEGATRON.holes:.2f} times its peak. These runs reserved less."
     lines = [*table(HEADER, rows), "", said, "", *table(RECIPES, nemo), "", bound, ""]
     text = "\n".join([*lines, provenance("llmlab", "torch", "megatron-core")])
     print(text)
