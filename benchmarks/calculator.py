@@ -85,17 +85,18 @@ def measured(site: str) -> list[Row]:
             plans.append(perf_counter() - start)
         browser.close()
     first, update, large = median(firsts), median(updates), size()
-    waiting = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else "not known"
+    waiting = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else "unknown"
     return [
-        Row("programs that ran or waited meanwhile (load average)", waiting),
-        Row("ten million additions in a Python loop: the pace of this machine", f"{pace():.2f} s"),
-        Row(f"the page opened, to its first result, median of {STARTS}", f"{first:.1f} s", f"< {FIRST_BAR:g} s",
+        Row("programs running or waiting during the test (load average)", waiting),
+        Row("ten million additions in a Python loop, as a measure of this machine", f"{pace():.2f} s"),
+        Row(f"from opening the page to its first result, median of {STARTS}", f"{first:.1f} s", f"< {FIRST_BAR:g} s",
             first < FIRST_BAR),
-        Row(f"a key pressed, to the new numbers, median of {UPDATES}", f"{update * 1e3:.0f} ms",
+        Row(f"from a key press to the new numbers, median of {UPDATES}", f"{update * 1e3:.0f} ms",
             f"< {UPDATE_BAR * 1e3:.0f} ms", update < UPDATE_BAR),
-        Row("the slowest of them", f"{max(updates) * 1e3:.0f} ms"),
+        Row("the slowest of these", f"{max(updates) * 1e3:.0f} ms"),
         Row(f"a plan for Llama-3.1-8B on 8xH100-80GB, median of {PLANS}", f"{median(plans):.1f} s"),
-        Row("what the page loads, uncompressed", f"{large:.1f} MiB", f"< {SIZE_BAR:g} MiB", large < SIZE_BAR),
+        Row("size of the files that the page loads, uncompressed", f"{large:.1f} MiB", f"< {SIZE_BAR:g} MiB",
+            large < SIZE_BAR),
     ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from llmlab.course.inference import generate
 from llmlab.course.inference.generate import CACHES
 
 LENGTH, BAR = 512, 3.0
-HEADER = ["cache", "seconds for the text", "ms per token", "times as fast as none"]
+HEADER = ["cache", "seconds", "ms per token", "speedup over no cache"]
 
 
 def timed(model: torch.nn.Module, prompt: torch.Tensor, new: int, kind: str) -> tuple[float, list[int]]:
@@ -59,7 +59,8 @@ def main() -> int:
     given = parser.parse_args()
     rows, ratio, same = measure(given.prompt)
     lines = table(HEADER, rows)
-    said = f"{LENGTH - given.prompt} tokens after a prompt of {given.prompt}; the same text from all: {same}."
+    texts = "All rows generated the same text." if same else "The rows generated different texts."
+    said = f"{LENGTH - given.prompt} tokens after a prompt of {given.prompt}. {texts}"
     text = "\n".join([*lines, "", f"{said} {provenance('llmlab', 'torch')}"])
     print(text)
     if given.out:

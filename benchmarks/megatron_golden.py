@@ -20,9 +20,9 @@ from provenance import provenance, table, write
 from llmlab.formulas.verdict import MEGATRON
 
 MEDIAN_BAR, WORST_BAR, APART_BAR = 0.05, 0.15, 0.02
-HEADER = ["last rank of 8", "published peak, MiB", "estimated", "simulated", "held after a step, MiB", "estimated",
+HEADER = ["last rank of 8", "published peak, MiB", "estimated", "simulated", "after a step, MiB", "estimated",
           "simulated"]  # fmt: skip
-RECIPES = ["NeMo's recipe, rank 0", "held after backward, MiB", "estimated", "most reserved, MiB",
+RECIPES = ["NeMo's recipe, rank 0", "after backward, MiB", "estimated", "peak reserved, MiB",
            "estimated peak, MiB", "reserved / estimated peak"]  # fmt: skip
 MiB = 1 << 20
 
@@ -50,15 +50,15 @@ def main(out: Path | None) -> None:
         if simulations:
             errors.append(abs(simulations[1] / peak - 1))
             apart.append(abs(estimates[1] / simulations[1] - 1))
-    said = f"Peaks: median error {median(errors):.2%}, worst {max(errors):.2%}"
-    said += f"; estimates from simulations at most {max(apart):.2%}." if apart else "."
-    said += " Transformer Engine's kernels do not run here: of its rows there is the estimate alone (—)."
+    said = f"The error of the peaks is {median(errors):.2%} at the median and {max(errors):.2%} at most."
+    said += f" Estimates differ from simulations by at most {max(apart):.2%}." if apart else ""
+    said += " Transformer Engine's kernels (TE) run only on a GPU, so its rows have no simulation (—)."
     nemo = []
     for name in megatron_runs.RECIPES:
         held, reserved, stays, peak = megatron_runs.recipe(name)
         sizes = f"{held / MiB:,.0f}", off(stays, held), f"{reserved / MiB:,.0f}", f"{peak / MiB:,.0f}"
         nemo.append([name, *sizes, f"{reserved / peak:.3f}"])
-    bound = f"What other runs of Megatron-LM reserved was at most {MEGATRON.holes:.2f} times their peak."
+    bound = f"A verdict on a Megatron-LM run allows for {MEGATRON.holes:.2f} times its peak. These runs reserved less."
     lines = [*table(HEADER, rows), "", said, "", *table(RECIPES, nemo), "", bound, ""]
     text = "\n".join([*lines, provenance("llmlab", "torch", "megatron-core")])
     print(text)

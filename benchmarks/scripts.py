@@ -41,7 +41,7 @@ LIMIT = 300  # seconds for one script
 IDLE = 20  # seconds: one that took no CPU time for so long hangs
 RAN, ENDED, NO_ROOM = "ran", "ran to its end", "out of memory"
 REFUSED, OWN, NO_HOST, TOO_LONG, RAW, HANG, MISSING = (
-    "refused by name", "fails by itself", "host out of memory", "too long", "raw traceback", "hang", "not there",
+    "not supported", "script error", "host out of memory", "too long", "raw traceback", "hang", "not there",
 )  # fmt: skip
 OUTCOMES = (RAN, ENDED, NO_ROOM, REFUSED, OWN, NO_HOST, TOO_LONG, RAW, HANG, MISSING)
 ANSWERED = (RAN, ENDED, NO_ROOM)
@@ -156,7 +156,7 @@ def classified(case: Case, code: int, stopped: str, output: str, said: str) -> d
     if answer is None and stopped:
         return {"outcome": stopped, "said": last if last.startswith("llmlab: ") else ""}
     if answer is None and code == -signal.SIGKILL:  # nobody here sent it: Linux ends what asks for too much
-        return {"outcome": NO_HOST, "said": "what the script itself loads is more than this machine's memory"}
+        return {"outcome": NO_HOST, "said": "the script itself loads more than this machine's memory"}
     if answer is None:
         if last == f"llmlab: {SCRIPT_FAILED}":
             at = max(position for position, line in enumerate(lines) if line == last)
@@ -253,8 +253,8 @@ def _environment(case: Case, clones: Path, work: Path, filled: dict[str, str]) -
 def report(results: list[Result], made: str) -> str:
     """Return what the page of the book shows, as Markdown: a count, what ran, and what the others said."""
     counted = {outcome: sum(result.outcome == outcome for result in results) for outcome in OUTCOMES}
-    several = {ENDED: "ran to their end", OWN: "fail by themselves", NO_HOST: "take more than this host's memory"}
-    told = ", ".join(
+    several = {ENDED: "ran to their end", OWN: "script errors"}
+    counts = ", ".join(
         f"{number} {several.get(outcome, outcome) if number > 1 else outcome}"
         for outcome, number in counted.items() if number
     )  # fmt: skip
@@ -262,17 +262,18 @@ def report(results: list[Result], made: str) -> str:
     answered = [result for result in results if result.outcome in ANSWERED]
     others = [result for result in results if result.outcome not in ANSWERED]
     minutes = sum(result.seconds for result in results) / 60
-    lines = [f"{len(results)} command lines of {repositories} repositories: {told}. All in {minutes:.0f} minutes.", ""]
+    lines = [f"We ran {len(results)} command lines from {repositories} repositories in {minutes:.0f} minutes, with "
+             f"these outcomes: {counts}.", ""]
     off = [abs(each) for result in answered if (each := _off(result)) is not None]
     if off:
-        lines += [f"For {len(off)} of them their authors printed the memory: simulated, it is {median(off):.1%} off at "
-                  f"the median and {max(off):.1%} at most.", ""]  # fmt: skip
-    header = ["script", "card", "outcome", "peak allocated", "peak reserved", "published", "seconds"]
-    lines += titled_table("What ran", header, [_ran(result) for result in answered])
+        lines += [f"The authors of {len(off)} of them published the memory. The simulation is off by {median(off):.1%} "
+                  f"at the median and by {max(off):.1%} at most.", ""]  # fmt: skip
+    header = ["script", "GPU", "outcome", "peak allocated", "peak reserved", "published", "seconds"]
+    lines += titled_table("Scripts that ran", header, [_ran(result) for result in answered])
     if others:
-        header = ["script", "outcome", "what it said"]
-        lines += titled_table("What did not", header, [[_named(r), r.outcome, _plain(r.said)] for r in others],
-                              words=True)  # fmt: skip
+        header = ["script", "outcome", "message"]
+        messages = [[_named(r), r.outcome, _plain(r.said)] for r in others]
+        lines += titled_table("Scripts that did not run", header, messages, words=True)
     return "\n".join([*lines, made])
 
 

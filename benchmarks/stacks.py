@@ -34,8 +34,8 @@ SOURCES = {
     "#2377": "https://github.com/pytorch/torchtitan/pull/2377 (2026-02-26)",
     "#2003": "https://github.com/pytorch/torchtune/pull/2003 (README, 2024-11-18: release 0.4, torch 2.5, packed data)",
     "#1664": "https://github.com/pytorch/torchtune/pull/1664 (README, 2024-09-24, packed data)",
-    "Qwen": "https://github.com/QwenLM/Qwen (README, 2023-11-30: 162 GB of two cards; with what lies outside PyTorch)",
-    "ao": "https://github.com/pytorch/ao, docs/source/training.md (2025-03-12: torchtitan of that day)",
+    "Qwen": "https://github.com/QwenLM/Qwen (README, 2023-11-30: 162 GB on two GPUs, with memory outside PyTorch)",
+    "ao": "https://github.com/pytorch/ao, docs/source/training.md (2025-03-12, with torchtitan of that day)",
     "H100s": "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (commit 9dec370)",
     "#2570": "https://github.com/pytorch/torchtitan/pull/2570 (2026-03-13)",
 }
@@ -84,7 +84,7 @@ TITAN = (
     Row("#2377", "Llama 3 8B, FSDP 2 × TP 2, none", LLAMA, llama(NONE, dp=2, tp=2), 67.19, False, B200),
     Row("#2377", "Llama 3 8B, FSDP 2 × TP 2, selective", LLAMA, llama(NEWER, dp=2, tp=2), 45.88, False, B200),
     Row("ao", "Llama 3 8B, FSDP 8, selective op, compiled", LLAMA, llama(EAGER_LOSS, dp=8, compile=True), 47.65, False),
-    Row("ao", "the same, float8 by tensors", LLAMA, llama(EAGER_LOSS, dp=8, compile=True, fp8="tensorwise"), 47.77,
+    Row("ao", "the same, float8 per tensor", LLAMA, llama(EAGER_LOSS, dp=8, compile=True, fp8="tensorwise"), 47.77,
         False),
     Row("H100s", "Llama 3.1 8B, FSDP 8, batch 2, selective op, compiled", LLAMA,
         llama(EAGER_LOSS, dp=8, micro_batch=2, compile=True), 77.0, False),
@@ -138,7 +138,8 @@ ZERO = (
         lab.Training(dp=2, zero=3, seq_len=1024, accumulation=2, checkpointing="full", stack=AUTO), 75.44, False, A100),
 )  # fmt: skip
 ROWS = {"torchtitan": TITAN, "torchtune": LADDER, "deepspeed": ZERO}
-HEADER = ["run", "published", "simulated, reserved", "simulated, allocated", "estimated", "fits", ""]
+HEADER = ["run", "published", "simulated, reserved", "simulated, allocated", "estimated",
+          "outcome: simulated; estimated", "configuration"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def result(stack: str, row: Row) -> Result:
         allocated,
         estimated,
         f"{outcome}; {estimate.outcome}",
-        "in view" if row.certain else "in view, not certain: not held",
+        "known" if row.certain else "partly unknown",
     ]
     said = outcome in (wanted, "unknown") and estimate.outcome in (wanted, "unknown")
     return Result(cells, error if row.certain else None, apart, said or not row.certain)
@@ -204,13 +205,14 @@ def sentence(results: list[Result]) -> tuple[str, bool]:
     """Return what the rows of a stack say together, and whether its bars are met."""
     errors = [abs(each.published) for each in results if each.published is not None]
     if not errors:
-        return "No row is of certain configuration.", True
+        return "The configuration of this run is partly unknown.", True
     apart = max(abs(each.apart) for each in results if each.apart is not None)
     fits = sum(each.fits for each in results)
     said = (
-        f"Predicted against published, {len(errors)} certain rows: median {median(errors):.1%} (bar {MEDIAN_BAR:.0%}), "
-        f"worst {max(errors):.1%} (bar {WORST_BAR:.0%}). Estimated against simulated: worst {apart:.1%} "
-        f"(bar {ESTIMATE_BAR:.0%}). Fits: {fits} of {len(results)} as it was, or unknown."
+        f"In the {len(errors)} rows with a known configuration and a published number, the simulation is off by "
+        f"{median(errors):.1%} at the median (limit {MEDIAN_BAR:.0%}) and by {max(errors):.1%} at most (limit "
+        f"{WORST_BAR:.0%}). Estimates differ from simulations by at most {apart:.1%} (limit {ESTIMATE_BAR:.0%}). No "
+        f"predicted outcome contradicts the published run in {fits} of {len(results)} rows."
     )
     met = median(errors) <= MEDIAN_BAR and max(errors) <= WORST_BAR and apart <= ESTIMATE_BAR
     return said, met and fits == len(results)

@@ -261,7 +261,7 @@ class Comparison(Tabular):
         return list(dict.fromkeys(map(_stack_name, self.reports)))
 
     def _between_stacks(self) -> list[str]:
-        """Return one sentence for each stack after the first: how its estimate differs, and by which parts most."""
+        """Return one sentence for each stack after the first: by how much its estimate differs, and in which parts."""
         estimates = [report for report in self.reports if report.source == "estimated"]
         first, *others = [report for report in estimates if report.peak_allocated is not None]
         sentences = []
@@ -270,8 +270,12 @@ class Comparison(Tabular):
             parts = {part: report.parts.get(part, 0) - first.parts.get(part, 0) for part in PARTS}
             most = sorted((part for part in PARTS if parts[part]), key=lambda part: -abs(parts[part]))[:3]
             by = ", ".join(f"{part} {_signed(parts[part])}" for part in most)
-            beside = f"{_stack_name(report)} takes {_signed(apart)} beside {_stack_name(first)}"
-            sentences.append(f"{beside}: {by or 'the same'}.")
+            names = _stack_name(report), _stack_name(first)
+            if not most:
+                sentences.append(f"{names[0]} needs the same memory as {names[1]}.")
+                continue
+            difference = f"{show_bytes(abs(apart))} {'less' if apart < 0 else 'more'} than"
+            sentences.append(f"{names[0]} needs {difference} {names[1]}: {by}.")
         return sentences
 
     def relative_errors(self) -> dict[str, float]:

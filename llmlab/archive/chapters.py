@@ -53,7 +53,7 @@ class ChapterRun:
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One line of the ledger; `run` is None where nobody has measured the chapter yet."""
+    """One line of the ledger; `run` is None if the chapter has no record."""
 
     chapter: str
     run: ChapterRun | None
@@ -69,9 +69,9 @@ class LedgerRow:
 
 
 def ledger(chapters: Iterable[str] | None = None, folder: Path | str | None = None) -> list[LedgerRow]:
-    """Return a row for each chapter and machine that it ran on, newest first, and one for a chapter without records.
+    """Return one row per chapter and GPU, newest first, and one row for each chapter without a record.
 
-    `chapters` is the book's order; None is every chapter of hardware/chapters.toml, then any other on record.
+    `chapters` sets the order. By default, the chapters of hardware/chapters.toml come first, then others with records.
     """
     runs = load("chapters", ChapterRun.from_dict, folder)
     if chapters is None:
@@ -97,8 +97,8 @@ def record_chapter(
     """Record one execution of a chapter's notebook and return the file; a newer run on the same GPU replaces it.
 
     `peak_allocated` is in bytes, `seconds` is for the whole notebook, `dtype` is the one it computed in. `gpu` and
-    `environment` are this machine's by default; a card that LLMLAB_AS pretends is named as pretended. `out` is the
-    folder of records: by default the package's in a checkout, else the user's.
+    `environment` describe this machine by default; if LLMLAB_AS is set, `gpu` is named as pretended. `out` is the
+    folder of records. Its default is the folder of the package in a checkout, and the user's folder otherwise.
     """
     from ..hardware.this_machine import environment as of_this_machine
     from ..hardware.this_machine import host

@@ -1,4 +1,4 @@
-"""The ledger shows what a chapter took, where, with which versions and when; and says so where nobody measured it."""
+"""The ledger shows the peak, time, versions and date of each recorded chapter, and which chapters have no record."""
 
 import pytest
 

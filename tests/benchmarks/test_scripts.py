@@ -66,8 +66,8 @@ def test_an_upper_figure_is_called_one():
 @pytest.mark.parametrize(
     ("code", "said", "stopped", "outcome"),
     [
-        (2, "llmlab: rows.txt is not here (train.py, line 3)\n", "", "refused by name"),
-        (2, said_by_the_script("ImportError: No module named 'gone'"), "", "fails by itself"),
+        (2, "llmlab: rows.txt is not here (train.py, line 3)\n", "", "not supported"),
+        (2, said_by_the_script("ImportError: No module named 'gone'"), "", "script error"),
         (2, said_by_the_script("AttributeError: _scatter"), "", "raw traceback"),  # nobody has said that it is its own
         (1, "Traceback (most recent call last):\nTypeError: x\n", "", "raw traceback"),
         (-9, "", "hang", "hang"),
@@ -102,7 +102,7 @@ def test_scripts_are_run_as_they_stand(folders, monkeypatch):
         assert (done.outcome, done.steps, done.repository) == ("ran", 2, "mine")
         assert done.peak_reserved >= done.peak_allocated > 0
         done = run("fails.py", own="package_that_is_gone")
-        assert done.outcome == "fails by itself" and "package_that_is_gone" in done.said
+        assert done.outcome == "script error" and "package_that_is_gone" in done.said
         assert waits.result().outcome in ("hang", "too long")  # on a busy machine it may still be importing
     assert scripts.run_case(scripts.Case("x", "nowhere", "train.py"), *folders).outcome == "not there"
     assert sorted(path.name for path in (folders[0] / "mine").iterdir()) == sorted(WRITTEN)
@@ -118,13 +118,14 @@ def test_the_tables():
     one = scripts.Result("a", command="a.py " + "x" * 99, outcome="ran", steps=2, ranks=8, upper=True, **ran)
     known = {"published": 2.5, "published_is": "reserved"}
     two = scripts.Result("b", command="b.py", outcome="ran to its end", steps=1, **known, **ran)
-    three = scripts.Result("c", "q", "c.py", "T4", "refused by name", 3.0, said="no `x`\nthere", about="the third")
+    three = scripts.Result("c", "q", "c.py", "T4", "not supported", 3.0, said="no `x`\nthere", about="the third")
     text = scripts.report([one, two, three], "made today.")
-    assert text.startswith("3 command lines of 2 repositories: 1 ran, 1 ran to its end, 1 refused by name.")
+    assert text.startswith("We ran 3 command lines from 2 repositories in 0 minutes, with these outcomes: 1 ran, "
+                           "1 ran to its end, 1 not supported.")
     assert "| 8 × T4 | ran, 2 steps | 1.00 GiB, upper | 2.00 GiB, upper |  | 10 |" in text and "x…`" in text
     assert "| ran to its end, 1 step | 1.00 GiB | 2.00 GiB | 2.50 GiB reserved (-20.0%) | 10 |" in text
-    assert "For 1 of them their authors printed the memory: simulated, it is 20.0% off at the median and 20.0%" in text
-    assert "| r: `b.py` | T4 |" in text and "| q: the third | refused by name | no 'x' there |" in text
+    assert "The simulation is off by 20.0% at the median and by 20.0% at most." in text
+    assert "| r: `b.py` | T4 |" in text and "| q: the third | not supported | no 'x' there |" in text
     assert text.endswith("made today.")
 
 

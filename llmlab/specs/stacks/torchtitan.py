@@ -49,7 +49,7 @@ class Torchtitan(StackOptions):
     chooses_zero = True
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "ac", "zero": "reshard_after_forward"}
     undescribed: ClassVar[Mapping[str, str]] = {
-        "memory_budget": "torch's partitioner chooses what to recompute; give ac=",
+        "memory_budget": "with it, torch's partitioner chooses which operators to recompute; give ac= instead",
         "disable_loss_parallel": "with tensor parallelism each rank computes the loss of its logits; leave it out",
         "enable_async_tensor_parallel": "it allocates symmetric memory outside of PyTorch's allocator; leave it out",
         "enable_cpu_offload": "offloading is supported with stack='transformers' (offload=); leave it out",
