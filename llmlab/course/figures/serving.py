@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -83,31 +84,28 @@ def plot_frontier(
     return picture
 
 
-class Place(NamedTuple):
-    """A request in a slot of the batch: the steps from `begin` to `end` give it tokens."""
+def plot_slots(rules: Mapping[str, Mapping[str, Sequence[float]]], arrivals: Mapping[str, float], slots: int) -> Picture:
+    """Return a drawing of the batch over time, a row per slot and a column per step, for each rule of batching.
 
-    name: str
-    slot: int
-    begin: float
-    end: float
-
-
-def plot_slots(rules: Mapping[str, Sequence[Place]], arrivals: Mapping[str, float], slots: int) -> Picture:
-    """Return a drawing of the batch over time, a row per slot and a column per step, for each rule of batching."""
+    A rule has the times of every request's tokens, by its name; each step takes 1.
+    """
     picture, ax = sketch(166 * len(rules) + 6)
     wide, words = 28, []
     colors = dict(zip(arrivals, PALETTE, strict=False))
-    for number, (rule, places) in enumerate(rules.items()):
-        last, y = max(place.end for place in places), 16 + 166 * number
-        idle = 1 - sum(place.end - place.begin for place in places) / slots / last
+    for number, (rule, requests) in enumerate(rules.items()):
+        last, y = max(tokens[-1] for tokens in requests.values()), 16 + 166 * number
+        idle = 1 - sum(map(len, requests.values())) / slots / last
         words.append(f"{rule}: {last:.0f} steps, {idle:.0%} of the slots empty")
         label(ax, LEFT, y, words[-1], weight="bold")
         grid(ax, 58, y + 18, [[("", WHITE)] * int(last)] * slots, wide, 28)
         for slot in range(slots):
             label(ax, LEFT, y + 32 + 28 * slot, f"slot {slot + 1}")
-        for place in places:
-            width = wide * (place.end - place.begin)
-            box(ax, 58 + wide * place.begin, y + 18 + 28 * place.slot, width, 28, place.name, colors[place.name])
+        free = [0.0] * slots
+        for name, tokens in sorted(requests.items(), key=lambda pair: pair[1][0]):
+            begin = tokens[0] - 1
+            slot = next(place for place in range(slots) if free[place] <= begin)
+            free[slot] = tokens[-1]
+            box(ax, 58 + wide * begin, y + 18 + 28 * slot, wide * len(tokens), 28, name, colors[name])
         for name, at in arrivals.items():
             if at:
                 link(ax, (58 + wide * at, y + 132), (58 + wide * at, y + 104))
@@ -116,35 +114,36 @@ def plot_slots(rules: Mapping[str, Sequence[Place]], arrivals: Mapping[str, floa
     return finished(picture, f"{len(arrivals)} requests in {slots} slots. {'. '.join(words)}.")
 
 
-class Steps(NamedTuple):
-    """The steps around a late prompt: how prompts are read, (seconds, with a prompt?) of each, and its first token."""
+class Late(NamedTuple):
+    """What a late prompt does: the times at which a running request got tokens, and the first token of the late one."""
 
     name: str
-    steps: Sequence[tuple[float, bool]]
-    before: float
+    tokens: Sequence[float]
     first_token: float
 
 
-def plot_late_prompt(runs: Sequence[Steps], prompt: int) -> Picture:
+def plot_late_prompt(runs: Sequence[Late], prompt: int, arrival: float, around: tuple[float, float]) -> Picture:
     """Return a drawing of an engine's steps when a prompt of `prompt` tokens arrives, a row for each way to read it.
 
-    `before` is the time from the first step drawn to the arrival, in seconds.
+    Times are in seconds; drawn are the steps from `around` before to `around` after the arrival. A step that takes
+    half as long again as the first one drawn reads the prompt, too.
     """
-    longest = max(sum(seconds for seconds, _ in run.steps) for run in runs)
-    scale = (RIGHT - LEFT) / longest
+    scale = (RIGHT - LEFT) / sum(around)
     picture, ax = sketch(24 + 96 * len(runs))
     words = []
     for number, run in enumerate(runs):
         y = 16 + 96 * number
-        most = max(seconds for seconds, _ in run.steps)
-        words.append(f"{run.name}: steps of up to {1e3 * most:.0f} ms")
+        ends = [end for end in run.tokens if arrival - around[0] < end < arrival + around[1]]
+        steps = [after - before for before, after in pairwise(ends)]
+        words.append(f"{run.name}: steps of up to {1e3 * max(steps):.0f} ms")
         label(ax, LEFT, y, words[-1], weight="bold")
-        pieces = [
-            (seconds, f"{1e3 * seconds:.0f}" if reads and seconds * scale > 22 else "", PROMPT if reads else TOKEN)
-            for seconds, reads in run.steps
-        ]
+        pieces = []
+        for seconds in steps:
+            reads = seconds > 1.5 * steps[0]
+            figure = f"{1e3 * seconds:.0f}" if reads and seconds * scale > 22 else ""
+            pieces.append((seconds, figure, PROMPT if reads else TOKEN))
         strip(ax, LEFT, y + 14, pieces, scale)
-        x = LEFT + run.before * scale
+        x = LEFT + (arrival - ends[0]) * scale
         link(ax, (x, y + 60), (x, y + 41))
         label(ax, x + 6, y + 58, f"{prompt:,} tokens arrive, first token after {1e3 * run.first_token:.0f} ms")
     label(ax, LEFT, 12 + 96 * len(runs), "orange: steps that also read the prompt", color=MUTED)

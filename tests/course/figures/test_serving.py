@@ -1,7 +1,6 @@
 """The drawings of serving show the times and the batches that they are given."""
 
-from llmlab.course.figures.serving import Place, Steps, plot_frontier, plot_guesses, plot_late_prompt, plot_request
-from llmlab.course.figures.serving import plot_slots
+from llmlab.course.figures.serving import Late, plot_frontier, plot_guesses, plot_late_prompt, plot_request, plot_slots
 
 
 def test_a_request_has_the_three_times_that_users_notice():
@@ -10,15 +9,16 @@ def test_a_request_has_the_three_times_that_users_notice():
 
 
 def test_empty_slots_are_counted():
-    full = [Place("A", 0, 0, 4), Place("B", 1, 0, 4)]
-    half = [Place("A", 0, 0, 4), Place("B", 1, 2, 4)]
-    alt = plot_slots({"one": full, "two": half}, {"A": 0, "B": 2}, slots=2).alt
+    full = {"A": [1, 2, 3, 4], "B": [1, 2, 3, 4]}
+    late = {"A": [1, 2, 3, 4], "B": [3, 4]}
+    alt = plot_slots({"one": full, "two": late}, {"A": 0, "B": 2}, slots=2).alt
     assert "one: 4 steps, 0% of the slots empty" in alt and "two: 4 steps, 25% of the slots empty" in alt
 
 
-def test_the_longest_step_is_named():
-    steps = [(0.01, False), (0.09, True), (0.01, False)]
-    assert "whole: steps of up to 90 ms" in plot_late_prompt([Steps("whole", steps, 0.005, 0.1)], 4096).alt
+def test_the_longest_step_near_the_arrival_is_named():
+    tokens = [0.0, 0.5, 0.51, 0.52, 0.61, 0.62]
+    alt = plot_late_prompt([Late("whole", tokens, 0.1)], 4096, arrival=0.515, around=(0.03, 0.2)).alt
+    assert "whole: steps of up to 90 ms" in alt
 
 
 def test_a_frontier_names_its_last_point():
