@@ -230,8 +230,8 @@ def _notes(
         yield Note("probably-fits", f"{needs} {steps}, and the GPU has {show_bytes(card.memory)}. "
                    "`llmlab simulate` decides.")  # fmt: skip
     if isinstance(run, Inference):
-        yield Note("serving", "This is Hugging Face's generate(). `llmlab serve` predicts an engine that batches requests: "
-                   "its KV cache, latency and price.")  # fmt: skip
+        engine = "`llmlab serve` predicts an engine that batches requests: its KV cache, latency and price"
+        yield Note("serving", f"This is Hugging Face's generate(). {engine}.")
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")

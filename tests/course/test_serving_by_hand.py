@@ -9,8 +9,9 @@ from llmlab.serving.replay import arrivals, percentile, replay
 from llmlab.serving.step import Step, step_seconds
 
 MODEL, GPU = lab.model("meta-llama/Llama-3.1-8B"), lab.gpu("H100")
-P, O = 928, 260
-SERVICE = lab.Service(prompt_len=P, output_len=O)
+P, ANSWER = 928, 260
+SERVICE = lab.Service(prompt_len=P, output_len=ANSWER)
+C = P + ANSWER // 2
 KAPPA = 4 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim
 W = 2 * (MODEL.parameters - MODEL.vocab * MODEL.hidden)
 
@@ -42,8 +43,8 @@ def test_the_cache_is_what_is_left():
 
 @pytest.mark.parametrize("batch", [1, 16, 64, 256])
 def test_a_decode_step_takes_its_bytes_and_up_to_two_thirds_more(batch):
-    bound = (W + batch * (P + O // 2) * KAPPA) / GPU.bandwidth
-    assert bound < seconds(batch, P + O // 2) < 1.67 * bound
+    bound = (W + batch * C * KAPPA) / GPU.bandwidth
+    assert bound < seconds(batch, C) < 1.67 * bound
 
 
 def test_a_prompt_takes_its_flops_and_up_to_two_thirds_more():
@@ -54,7 +55,7 @@ def test_a_prompt_takes_its_flops_and_up_to_two_thirds_more():
 def test_a_chunk_below_what_arrives_makes_the_queue_grow():
     arriving = len(arrivals()) / arrivals(speed=4)[-1].at * P
     for chunk, grows in ((128, True), (512, False)):
-        assert (chunk / seconds(64, P + O // 2, chunk) < arriving) == grows
+        assert (chunk / seconds(64, C, chunk) < arriving) == grows
         first = [one.first_token for one in replayed(chunk=chunk)]
         early, late = percentile(first[:100], 0.5), percentile(first[-100:], 0.5)
         assert (late > 50 * early) == grows
@@ -72,8 +73,8 @@ def test_separate_pools_save_more_at_a_tighter_limit():
     p = prompt_seconds(MODEL, SERVICE, GPU)
     saved = []
     for limit in (0.01, 0.02, 0.03):
-        together = max(b for b in range(1, 360) if seconds(b, P + O // 2) + (b - 1) * p / O <= limit)
-        apart = max(b for b in range(1, 360) if seconds(b, P + O // 2) <= limit)
-        shared, separate = (p + O * seconds(b, P + O // 2) / b for b in (together, apart))
+        together = max(b for b in range(1, 360) if seconds(b, C) + (b - 1) * p / ANSWER <= limit)
+        apart = max(b for b in range(1, 360) if seconds(b, C) <= limit)
+        shared, separate = (p + ANSWER * seconds(b, C) / b for b in (together, apart))
         saved.append(1 - separate / shared)
     assert saved[0] > 0.3 > saved[1] > 0.1 > saved[2] > 0

@@ -24,7 +24,7 @@ def plot_request(wait: float, prefill: float, gaps: Sequence[float], late: int) 
     scale = (RIGHT - LEFT) / (wait + prefill + sum(gaps))
     picture, ax = sketch(196)
     label(ax, LEFT, 14, "arrives")
-    x = LEFT
+    x = float(LEFT)
     link(ax, (x + 1, 26), (x + 1, 48))
     for size, words, color in ((wait, "waits", WHITE), (prefill, "prefill", PROMPT)):
         box(ax, x, 50, size * scale, 30, words, color)
@@ -38,10 +38,11 @@ def plot_request(wait: float, prefill: float, gaps: Sequence[float], late: int) 
     for number, edge in enumerate(edges):
         label(ax, min(edge, RIGHT - 5), 92, f"{number + 1}", "center", color=MUTED)
     label(ax, first, 32, f"tokens 1 to {len(edges)}")
+    whole = 1e3 * sum(gaps)
     spans = (
         (118, LEFT, first, f"TTFT {1e3 * (wait + prefill):.0f} ms", "left"),
         (118, edges[late], edges[late + 1], f"ITL {1e3 * gaps[late]:.0f} ms", "center"),
-        (164, first, x, f"TPOT {1e3 * sum(gaps) / len(gaps):.0f} ms = {1e3 * sum(gaps):.0f} ms / {len(gaps)}", "center"),
+        (164, first, x, f"TPOT {whole / len(gaps):.0f} ms = {whole:.0f} ms / {len(gaps)}", "center"),
     )
     for y, begin, end, words, align in spans:
         ax.plot((begin, end), (y, y), color=INK, linewidth=1.5)
@@ -62,7 +63,7 @@ def plot_frontier(
     """
     picture, (ax,) = new_picture(4.4, width=4.0)
     for number, (name, points) in enumerate(curves.items()):
-        speeds, rates, users = zip(*points, strict=True)
+        speeds, rates, _ = zip(*points, strict=True)
         ax.plot(speeds, rates, color=LINES[number], marker=MARKERS[number], markersize=5, linewidth=2, label=name)
         for speed, rate, count in points:
             if number == 0 and count in names:
@@ -80,11 +81,14 @@ def plot_frontier(
     number_axes(ax, "tokens/s of a user (1 / TPOT)", "tokens/s of a GPU")
     picture.legend(loc="outside lower center", ncols=2)
     ends = [f"{name}: {points[-1][1]:,.0f} tokens/s with {points[-1][2]} users" for name, points in curves.items()]
-    picture.alt = f"Throughput of a GPU against the speed of a user; {least:.0f} tokens/s are asked for. {'; '.join(ends)}."
+    asked = f"{least:.0f} tokens/s are asked for"
+    picture.alt = f"Throughput of a GPU against the speed of a user; {asked}. {'; '.join(ends)}."
     return picture
 
 
-def plot_slots(rules: Mapping[str, Mapping[str, Sequence[float]]], arrivals: Mapping[str, float], slots: int) -> Picture:
+def plot_slots(
+    rules: Mapping[str, Mapping[str, Sequence[float]]], arrivals: Mapping[str, float], slots: int
+) -> Picture:
     """Return a drawing of the batch over time, a row per slot and a column per step, for each rule of batching.
 
     A rule has the times of every request's tokens, by its name; each step takes 1.
@@ -173,5 +177,6 @@ def plot_guesses(context: str, guesses: Sequence[str], chances: Sequence[tuple[f
     label(ax, LEFT, 154, "accepted with probability min(1, p / q)", weight="bold")
     label(ax, LEFT, 232, f"{kept} accepted, then one token of the model", weight="bold")
     box(ax, LEFT, 244, 200, 26, " ".join([context, *guesses[:kept], own]), PALETTE[2])
-    return finished(picture, f"After {context!r} the draft guesses {', '.join(map(repr, guesses))}; {kept} are accepted, "
-                    f"and the model adds {own!r}.")  # fmt: skip
+    said = ", ".join(map(repr, guesses))
+    result = f"{kept} are accepted, and the model adds {own!r}"
+    return finished(picture, f"After {context!r} the draft guesses {said}; {result}.")
