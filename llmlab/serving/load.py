@@ -122,6 +122,13 @@ def pass_time(spec: ModelSpec, service: Service, gpu: GPU) -> Callable[[Pass], f
     return of_pass
 
 
+def goodput(served: Sequence[Served], ttft: float, tpot: float) -> float:
+    """Return the requests per second that have their first token within `ttft` and each other within `tpot` seconds
+    (the mean of a request)."""
+    begin, end = min(one.entered for one in served), max(one.tokens[-1] for one in served)
+    return sum(one.first_token <= ttft and one.each_token <= tpot for one in served) / (end - begin)
+
+
 def rounded(size: int) -> int:
     """Return the power of DIGITS next to `size`; small sizes as they are."""
     if size <= 32:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
-from llmlab.serving.load import arrivals_of, latency
+from llmlab.serving.load import arrivals_of, goodput, latency
 from llmlab.serving.memory import divided_memory
-from llmlab.serving.sizing import deployments, frontier
+from llmlab.serving.replay import Arrival, replay
+from llmlab.serving.sizing import deployments, frontier, least_utilization, longest_context, separated
 from llmlab.serving.step import Step, step_seconds
 from llmlab.specs.model import model
 
@@ -117,6 +118,32 @@ def test_more_users_more_throughput_less_speed():
     assert all(0.98 * a.tpot < b.tpot for a, b in pairwise(points))
 
 
+def test_separate_gpus_for_prompts_meet_the_service_level_with_no_longer_steps():
+    service = lab.Service(prompt_len=4000, output_len=200)
+    found = separated(LLAMA, service, 20.0, 1.0, 0.015, H100)
+    assert found.ttft <= 1 and found.tpot <= 0.015
+    reading = 20 * 4000 * 2 * LLAMA.parameters / 989e12  # GPUs that do nothing else, at the peak
+    assert reading < found.prefill < 4 * reading
+    assert separated(LLAMA, service, 20.0, 1.0, 1e-4, H100) is None
+
+
+def test_room_for_users():
+    """Llama-3.1-8B: a cached token has 131,072 bytes, a request of N users that share the cache so many tokens."""
+    cache = divided_memory(LLAMA, lab.Service(), H100).cache
+    assert longest_context(LLAMA, lab.Service(), H100, 10) == cache // 10 // 131_072
+    assert longest_context(LLAMA, lab.Service(), H100, 1) == LLAMA.max_positions
+    assert longest_context(model("meta-llama/Llama-3.1-70B"), lab.Service(), H100, 1) == 0
+    share = least_utilization(LLAMA, lab.Service(), H100, 32)
+    exact = lab.Service(gpu_memory_utilization=share + 1e-9)
+    assert divided_memory(LLAMA, exact, H100).requests == 32
+    assert least_utilization(LLAMA, lab.Service(), H100, 10_000) is None
+
+
+def test_goodput_counts_requests_within_both_limits():
+    served = replay([Arrival(0.0, 1, 3), Arrival(0.0, 1, 2), Arrival(0.0, 1, 2)], lambda _: 1.0, max_batch=2)
+    assert goodput(served, 1, 1) == 2 / 4 and goodput(served, 3, 1) == 3 / 4 and goodput(served, 3, 0.5) == 0
+
+
 def test_the_cheapest_deployment_meets_the_service_level():
     cards = [lab.gpu(name) for name in ("A100-80GB", "H100", "H200")]
     found = deployments(LLAMA, lab.Service(), 20.0, 1.0, 0.02, cards)
@@ -160,6 +187,8 @@ def test_heads_on_more_gpus_than_there_are_are_copied():
         (["--gpu", "2xH100", "--concurrency", "8"], 0, "2 × H100-80GB"),
         (["--gpu", "T4"], 1, "Out of memory"),
         (["--gpu", "H100", "--frontier"], 0, "tokens/s per user"),
+        (["--gpu", "H100", "--users", "10"], 0, "Each of 10 users can have"),
+        (["--gpu", "H100", "--users", "0"], 2, "give 1 or more"),
         (["--gpu", "8xH200", "--launch", "--kv", "fp8"], 0, "--tensor-parallel-size 8"),
         (["--gpu", "H100", "--slo", "ttft=2s,tpot=30ms", "--rate", "3"], 0, "1 × tp=1"),
         (["--gpu", "H100", "--slo", "ttft=2s,tpot=1ms", "--rate", "3"], 1, "No deployment"),
