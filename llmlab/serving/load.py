@@ -67,14 +67,25 @@ def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
 
 def prompt_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     """Return by how much reading one prompt makes steps longer that give a token to everybody else."""
-    users = service.concurrency or 1
-    new = service.prompt_len - int(service.prefix_hit * service.prompt_len)
-    chunk = min(new, service.limits(gpu)[1])
-    context = service.prompt_len + service.output_len // 2
-    before = service.prompt_len - new + (new - chunk) // 2
+    users, context = service.concurrency or 1, service.prompt_len + service.output_len // 2
+    new, chunk, before = _pieces(service, gpu)
     steps = (Step(users, context, chunk, before), Step(users, context))
     reading, alone = (sum(step_seconds(spec, service, gpu, step).values()) for step in steps)
     return (reading - alone) * new / chunk
+
+
+def prefill_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:
+    """Return how long one prompt takes in steps that give no token to anybody else: longer than `prompt_seconds`,
+    since these steps read the weights for the prompt alone."""
+    new, chunk, before = _pieces(service, gpu)
+    return sum(step_seconds(spec, service, gpu, Step(0, 1, chunk, before)).values()) * new / chunk
+
+
+def _pieces(service: Service, gpu: GPU) -> tuple[int, int, int]:
+    """Return the tokens of a prompt that are not cached, those read in a step, and those before them in the mean."""
+    new = service.prompt_len - int(service.prefix_hit * service.prompt_len)
+    chunk = min(new, service.limits(gpu)[1])
+    return new, chunk, service.prompt_len - new + (new - chunk) // 2
 
 
 def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> list[Served]:
