@@ -90,14 +90,17 @@ class EngineKernels:
         return 3 * LAUNCH + self.moved(sequences_heads * length * 2 * head_dim * BITS[kv] / 8)
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
-    def prefill(self, heads: int, head_dim: int, tokens: int, context: int) -> float:
-        """Return the seconds of causal attention of `tokens` new tokens of one prompt, after `context` others."""
+    def prefill(self, heads: int, head_dim: int, tokens: int, context: int, prompts: int = 1) -> float:
+        """Return the seconds of causal attention of `tokens` new tokens of each of `prompts`, after `context` others.
+
+        Kernels were measured without a context. Tokens after one take as long as a whole prompt of as many pairs.
+        """
         if tokens < 1:
             return 0.0
-        pairs = (tokens + 1) / 2 + context  # per token
-        if self.general and (known := self.general.attention(1, heads, tokens, head_dim)):
-            return known.seconds * pairs / ((tokens + 1) / 2)
-        return self.moved(0) + self.computed(4 * heads * head_dim * tokens * pairs, "bf16")
+        if self.general and (known := self.general.attention(prompts, heads, equally_many(tokens, context), head_dim)):
+            return known.seconds
+        pairs = tokens * ((tokens + 1) / 2 + context)
+        return self.moved(0) + self.computed(4 * heads * head_dim * prompts * pairs, "bf16")
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
     def latent_attention(self, heads: int, sequences: int, length: int, rank: int, kv: str) -> float:
@@ -113,10 +116,10 @@ class EngineKernels:
         """Return the seconds of attention of a prompt's `tokens` new tokens, latents turned into keys and values."""
         if tokens < 1:
             return 0.0
-        pairs = (tokens + 1) / 2 + context
         if grid := self.latent_prefill.get("bf16"):
-            return timed(grid, (heads, tokens), WORK["latent_prefill"]).seconds * pairs / ((tokens + 1) / 2)
-        return self.moved(0) + self.computed(4 * heads * head_dim * tokens * pairs, "bf16")
+            return timed(grid, (heads, equally_many(tokens, context)), WORK["latent_prefill"]).seconds
+        pairs = tokens * ((tokens + 1) / 2 + context)
+        return self.moved(0) + self.computed(4 * heads * head_dim * pairs, "bf16")
 
     def routed_experts(
         self, engine: str, dtype: str, shape: tuple[int, int, int, int, int, int], tokens: int, gated: bool = True
@@ -146,6 +149,16 @@ class EngineKernels:
         if self.general and (known := self.general.collective(operation, size, ranks)):
             return known.seconds
         return 4 * LAUNCH + (ranks - 1) / ranks * size / (self.gpu.nvlink or 25e9)
+
+
+def equally_many(tokens: int, context: int) -> int:
+    """Return the length of a whole prompt in which as many tokens attend to each other as `tokens` after `context`.
+
+    >>> equally_many(512, 0), equally_many(16, 8000)
+    (512, 506)
+    """
+    pairs = tokens * (tokens + 1) // 2 + tokens * context
+    return round(((1 + 8 * pairs) ** 0.5 - 1) / 2)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -67,7 +67,6 @@ def _trtllm(model: str, service: Service) -> list[str]:
         *_given({
             "--tp_size": service.tp,
             "--ep_size": service.ep if service.ep > 1 else None,
-            "--kv_cache_free_gpu_memory_fraction": service.gpu_memory_utilization,
             "--max_seq_len": service.max_model_len,
             "--max_batch_size": service.max_num_seqs,
             "--max_num_tokens": service.max_num_batched_tokens,

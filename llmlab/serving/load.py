@@ -47,33 +47,45 @@ def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> Late
     served = simulate(spec, service, gpu, memory)
     found = summary(served)
     if service.rate is not None:
-        late = _late(spec, service, gpu)
+        late = answer_delay(spec, service, gpu)
         return replace(found, ttft=found.ttft + late, ttft_p99=found.ttft_p99 + late)
     first = first_token(spec, service, gpu)
-    return replace(found, ttft=first, ttft_p99=max(first, found.ttft_p99 + _late(spec, service, gpu)))
+    return replace(found, ttft=first, ttft_p99=max(first, found.ttft_p99 + answer_delay(spec, service, gpu)))
 
 
 def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     """Return the median seconds to the first token of users who each wait for their answer."""
     together = 1 + TOGETHER * (service.concurrency or 1)
-    return prompt_seconds(spec, service, gpu) * together + _late(spec, service, gpu)
+    return prompt_seconds(spec, service, gpu) * together + answer_delay(spec, service, gpu)
 
 
-def _late(spec: ModelSpec, service: Service, gpu: GPU) -> float:
+def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
+    """Return by how much a first token comes later than its prompt is read: steps that are queued, the HTTP server."""
     step = Step(service.concurrency or 1, service.prompt_len)
     return FIRST_STEPS * sum(step_seconds(spec, service, gpu, step).values()) + FIRST_TOKEN[service.engine]
 
 
 def prompt_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     """Return by how much reading one prompt makes steps longer that give a token to everybody else."""
-    users = service.concurrency or 1
-    new = service.prompt_len - int(service.prefix_hit * service.prompt_len)
-    chunk = min(new, service.limits(gpu)[1])
-    context = service.prompt_len + service.output_len // 2
-    before = service.prompt_len - new + (new - chunk) // 2
+    users, context = service.concurrency or 1, service.prompt_len + service.output_len // 2
+    new, chunk, before = _pieces(service, gpu)
     steps = (Step(users, context, chunk, before), Step(users, context))
     reading, alone = (sum(step_seconds(spec, service, gpu, step).values()) for step in steps)
     return (reading - alone) * new / chunk
+
+
+def prefill_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:
+    """Return how long one prompt takes in steps that give no token to anybody else: longer than `prompt_seconds`,
+    since these steps read the weights for the prompt alone."""
+    new, chunk, before = _pieces(service, gpu)
+    return sum(step_seconds(spec, service, gpu, Step(0, 1, chunk, before)).values()) * new / chunk
+
+
+def _pieces(service: Service, gpu: GPU) -> tuple[int, int, int]:
+    """Return the tokens of a prompt that are not cached, those read in a step, and those before them in the mean."""
+    new = service.prompt_len - int(service.prefix_hit * service.prompt_len)
+    chunk = min(new, service.limits(gpu)[1])
+    return new, chunk, service.prompt_len - new + (new - chunk) // 2
 
 
 def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> list[Served]:
@@ -109,14 +121,14 @@ def pass_time(spec: ModelSpec, service: Service, gpu: GPU) -> Callable[[Pass], f
     """Return the seconds of a pass of the scheduler, as a function."""
 
     @cache
-    def seconds(sequences: int, context: int, tokens: int, cached: int) -> float:
-        return sum(step_seconds(spec, service, gpu, Step(sequences, context, tokens, cached)).values())
+    def seconds(*sizes: int) -> float:
+        return sum(step_seconds(spec, service, gpu, Step(*sizes)).values())
 
     def of_pass(one: Pass) -> float:
-        tokens = one.tokens - one.decoding
-        before = (one.cached - one.decoding_cached) // max(1, one.sequences - one.decoding)
+        tokens, prompts = one.tokens - one.decoding, max(1, one.sequences - one.decoding)
+        before = (one.cached - one.decoding_cached) // prompts
         context = one.decoding_cached // max(1, one.decoding)
-        return seconds(rounded(one.decoding), rounded(context), rounded(tokens), rounded(before))
+        return seconds(rounded(one.decoding), rounded(context), rounded(tokens), rounded(before), rounded(prompts))
 
     return of_pass
 

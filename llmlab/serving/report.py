@@ -21,7 +21,7 @@ from .step import Step, step_seconds
 # Of 80 % of the deployments in benchmarks/serving that the constants were not fitted to, the measured value lies
 # between these factors of the predicted one.
 TPOT_INTERVAL = (0.8, 1.35)
-TTFT_INTERVAL = (0.6, 1.7)
+TTFT_INTERVAL = (0.57, 2.15)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..base.tables import Table
 from ..base.units import show_seconds
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
-from .load import first_token, prompt_seconds
+from .load import answer_delay, first_token, prefill_seconds, prompt_seconds
 from .memory import cache_bytes, divided_memory
 from .report import checked
 from .service import Service
@@ -153,12 +153,12 @@ def separated(
         if not fast:
             continue
         users, each = fast[-1]
-        prompt = prompt_seconds(spec, replace(parts, concurrency=1), gpu)
+        prompt, late = prefill_seconds(spec, parts, gpu), answer_delay(spec, replace(parts, concurrency=1), gpu)
         transfer = cache_bytes(spec, parts, service.prompt_len) / (gpu.nvlink or 25e9)
         copies = ceil(rate * prompt)
         while True:  # enough copies that the queue is short
             busy = rate * prompt / copies
-            first = prompt * (1 + busy / (2 * (1 - busy))) + transfer + each if busy < 1 else float("inf")
+            first = prompt * (1 + busy / (2 * (1 - busy))) + transfer + late if busy < 1 else float("inf")
             if first <= ttft or copies > 10_000:
                 break
             copies += 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
-from llmlab.serving.load import arrivals_of, goodput, latency
+from llmlab.serving.load import arrivals_of, goodput, latency, prefill_seconds, prompt_seconds
 from llmlab.serving.memory import divided_memory
 from llmlab.serving.replay import Arrival, replay
 from llmlab.serving.sizing import deployments, frontier, least_utilization, longest_context, separated
@@ -125,6 +125,14 @@ def test_separate_gpus_for_prompts_meet_the_service_level_with_no_longer_steps()
     reading = 20 * 4000 * 2 * LLAMA.parameters / 989e12  # GPUs that do nothing else, at the peak
     assert reading < found.prefill < 4 * reading
     assert separated(LLAMA, service, 20.0, 1.0, 1e-4, H100) is None
+
+
+def test_a_prompt_alone_takes_longer_than_beside_others_whose_step_reads_the_weights_anyway():
+    service = lab.Service(prompt_len=928, output_len=260, concurrency=8)
+    alone, added = prefill_seconds(LLAMA, service, H100), prompt_seconds(LLAMA, service, H100)
+    read = 2 * LLAMA.parameters / 3.35e12
+    assert added + read < alone < added + 2 * read
+    assert prefill_seconds(LLAMA, replace(service, prefix_hit=0.5), H100) < 0.7 * alone
 
 
 def test_room_for_users():
