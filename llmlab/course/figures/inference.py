@@ -13,10 +13,10 @@ def draw_request(hidden: int, prompt: int, weights: float, prefill: float, decod
 
     `weights` are bytes, `prefill` and `decode` the seconds of a pass.
     """
-    picture, ax = sketch(344)
+    picture, ax = sketch(356)
     lanes = {f"prefill: {prompt:,} tokens in one pass": (prompt, 80), "decode: one token per pass": (1, 6)}
     for number, (name, (tokens, tall)) in enumerate(lanes.items()):
-        y = 16 + 132 * number
+        y = 16 + 138 * number
         middle = y + 62
         label(ax, 12, y, name, weight="bold")
         box(ax, 12, middle - tall / 2, 84, tall, "x" * (tokens > 1), PALETTE[5])
@@ -25,10 +25,10 @@ def draw_request(hidden: int, prompt: int, weights: float, prefill: float, decod
         link(ax, (220, middle), (242, middle))
         box(ax, 242, middle - tall / 2, 84, tall, "x W" * (tokens > 1), PALETTE[5])
         label(ax, 12, y + 113, f"{tokens:,} × {hidden:,}", color=MUTED)
-    label(ax, 12, 284, f"{gpu}: {1e3 * prefill:.0f} ms, then {1e3 * decode:.0f} ms per token", weight="bold")
+    label(ax, 12, 298, f"{gpu}: {1e3 * prefill:.0f} ms, then {1e3 * decode:.0f} ms per token", weight="bold")
     scale = 376 / (prefill + SHOWN * decode)
     pieces = [(prefill, "prefill", PALETTE[0]), *((decode, "1", PALETTE[1]) for _ in range(SHOWN))]
-    strip(ax, 12, 300, pieces, scale)
+    strip(ax, 12, 314, pieces, scale)
     return finished(
         picture,
         f"Prefill multiplies {prompt:,} rows of {hidden:,} numbers by the weights, {weights / 1e9:.1f} GB; decode "
