@@ -50,9 +50,9 @@ def main() -> None:
     torch.set_num_threads(1)
     few, many = runs(SHALLOW), runs(DEEP)
     for _ in range(ROUNDS):
-        passes = [(name, depth, run) for depth, kinds in ((SHALLOW, few), (DEEP, many)) for name, run in kinds.items()]
-        times = [[seconds(run) for _, _, run in passes] for _ in range(TURNS)]
-        least = {(name, depth): min(each) for (name, depth, _), each in zip(passes, zip(*times, strict=True), strict=True)}
+        passes = {(name, depth): run for depth, kinds in ((SHALLOW, few), (DEEP, many)) for name, run in kinds.items()}
+        times = [[seconds(run) for run in passes.values()] for _ in range(TURNS)]
+        least = dict(zip(passes, map(min, zip(*times, strict=True)), strict=True))
         block = {name: (least[name, DEEP] - least[name, SHALLOW]) / (DEEP - SHALLOW) for name in few}
         token = (block["long"] - block["short"]) / (LONG - SHORT)
         us = {name: f"{1e6 * block[name]:.0f}" for name in ("recorded", "no_grad")}

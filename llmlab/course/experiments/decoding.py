@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ def cache_seconds(model: nn.Module, text: Tensor, kinds: Sequence[str], new: int
     found = {}
     for kind in kinds:
         generate(model, text[:8], 2, cache=kind)  # warm up
-        found[kind] = fastest(lambda kind=kind: generate(model, text[:-new], new, cache=kind), text.device.type, 1)
+        found[kind] = fastest(partial(generate, model, text[:-new], new, cache=kind), text.device.type, 1)
     return found
 
 
@@ -59,7 +61,7 @@ def rates_here(device: str) -> tuple[float, float]:
 def request_here(text: Tensor, new: int = 8) -> tuple[ModelSpec, Inference, float, float]:
     """Return a model with random weights, a request for it, and its seconds to the first and between tokens here."""
     device = text.device.type
-    dtype = "fp16" if device == "cuda" else "fp32"
+    dtype: Literal["fp16", "fp32"] = "fp16" if device == "cuda" else "fp32"
     model = Llama.from_spec(SMALL).to(text.device, torch.float16 if device == "cuda" else torch.float32).eval()
     first = fastest(lambda: generate(model, text, 1, cache="static"), device)
     total = fastest(lambda: generate(model, text, 1 + new, cache="static"), device)
