@@ -72,15 +72,16 @@ def draw_block_tables(
     for block in range(used + 1):
         words = [str(token) for token in content.get(block, [])]
         color = PALETTE[1] if holders[block] > 1 else PALETTE[5]
-        grid(ax, 208, 38 + 46 * block, [[*((word, color) for word in words), *[("", WHITE)] * (size - len(words))]], 31, 24)
+        cells = [(word, color) for word in words] + [("", WHITE)] * (size - len(words))
+        grid(ax, 208, 38 + 46 * block, [cells], 31, 24)
         label(ax, 202, 30 + 46 * block, f"{block}")
         count = holders[block]
         label(ax, 338, 50 + 46 * block, f"{count} table{'s' * (count > 1)}" if count else "free", color=MUTED)
     label(ax, 12, 340, f"or one piece per request, {reserved} places reserved:", weight="bold")
     for row, (name, (_, tokens)) in enumerate(tables.items()):
         label(ax, 12, 364 + 28 * row, name)
-        cells = [("", PALETTE[5])] * len(tokens) + [("", WHITE)] * (reserved - len(tokens))
-        grid(ax, 66, 354 + 28 * row, [cells], 20, 20)
+        row_cells = [("", PALETTE[5])] * len(tokens) + [("", WHITE)] * (reserved - len(tokens))
+        grid(ax, 66, 354 + 28 * row, [row_cells], 20, 20)
     total = sum(len(tokens) for _, tokens in tables.values())
     places = f"{total} tokens: {used * size} places in blocks, {reserved * len(tables)} in pieces"
     label(ax, 12, 462, places)

@@ -10,5 +10,6 @@ from llmlab.formulas.inference import kv_cache_bytes
 def test_a_dynamic_cache_has_the_bytes_of_the_formula():
     config = AutoConfig.for_model(**CONFIG)
     with lab.meter("cpu") as meter:
-        found = cache_bytes(config, {"one": lambda: DynamicCache(config=config)}, (2, 64), "cpu", lambda: meter.allocated)
+        make = {"one": lambda: DynamicCache(config=config)}
+        found = cache_bytes(config, make, (2, 64), "cpu", lambda: meter.allocated)
     assert found == {"one": kv_cache_bytes(lab.model(CONFIG), lab.Inference(batch=2, kv="fp32"), tokens=64)}
