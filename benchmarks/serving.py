@@ -50,7 +50,8 @@ SAME = {"zhipuai/GLM-5": "zai-org/GLM-5", "moonshotai/Kimi-K2.5": "moonshotai/Ki
         "Qwen/Qwen3-VL-235B-A22B-Instruct": "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-VL-32B-Instruct": "Qwen/Qwen3-32B",
         "Qwen/Qwen3-VL-30B-A3B-Instruct": "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-VL-8B-Instruct": "Qwen/Qwen3-8B",
         "Qwen/Qwen3-Omni-30B-A3B-Instruct": "Qwen/Qwen3-30B-A3B",
-        "Qwen/Qwen3-Coder-30B-A3B-Instruct": "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3.1": "deepseek-ai/DeepSeek-V3",
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct": "Qwen/Qwen3-30B-A3B",
+        "deepseek-ai/DeepSeek-V3.1": "deepseek-ai/DeepSeek-V3",
         "deepseek-ai/DeepSeek-R1-0528": "deepseek-ai/DeepSeek-V3"}  # fmt: skip
 ENDINGS = ("-NVFP4", "-FP8", "-2507", "-Instruct", "-Thinking", "-it")
 
@@ -83,7 +84,8 @@ def spec_of(name: str) -> ModelSpec:
             break
         candidates.append(shorter)
     candidates = [SAME.get(one, one) for one in candidates]
-    candidates += [one.replace("nvidia/", owner) for one in candidates for owner in ("Qwen/", "meta-llama/", "deepseek-ai/")]
+    owners = ("Qwen/", "meta-llama/", "deepseek-ai/")
+    candidates += [one.replace("nvidia/", owner) for one in candidates for owner in owners]
     candidates += [one + "-pt" for one in candidates] + [one.replace("Llama-3.3", "Llama-3.1") for one in candidates]
     for candidate in candidates:
         try:
@@ -164,7 +166,8 @@ def line(words: str, ratios: Sequence[float], interval: tuple[float, float] | No
     if interval:
         held = f"{sum(interval[0] <= 1 / ratio <= interval[1] for ratio in ratios) / len(off):.0%}"
     low, middle, high = (ranked[int(share * (len(ranked) - 1))] for share in (0.1, 0.5, 0.9))
-    return f"| {words} | {len(off)} | {median(off):.1%} | {inside:.0%} | {low:.2f} | {middle:.2f} | {high:.2f} | {held} |"
+    errors = f"{len(off)} | {median(off):.1%} | {inside:.0%}"
+    return f"| {words} | {errors} | {low:.2f} | {middle:.2f} | {high:.2f} | {held} |"
 
 
 def ranked(rows: Sequence[Row]) -> tuple[int, int]:
@@ -195,8 +198,9 @@ def main(every: int) -> None:
             rows.append(row)
     held = [row for row in rows if row.source == "InferenceX" and not row.fitted]
     energy = [row for row in rows if row.source != "InferenceX"]
-    head = "| predicted / measured | rows | off at the median | within 35 % | 10 % | median | 90 % | inside the interval |"
-    lines = [head, "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    titles = ("predicted / measured", "rows", "off at the median", "within 35 %", "10 %", "median", "90 %",
+              "inside the interval")  # fmt: skip
+    lines = [f"| {' | '.join(titles)} |", "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     lines.append(line("time per output token", [r.predicted_tpot / r.tpot for r in held], TPOT_INTERVAL))
     lines.append(line("time to the first token", [r.predicted_ttft / r.ttft for r in held], TTFT_INTERVAL))
     lines.append(line("output tokens per second per GPU", [r.predicted_rate / r.rate for r in held]))
@@ -207,13 +211,14 @@ def main(every: int) -> None:
             ratios = [row.predicted_tpot / row.tpot for row in held if getattr(row, key) == value]
             lines.append(line(f"time per output token, {value}", ratios))
     right, groups = ranked(held)
-    lines += ["", f"- The fastest deployment of a model on a GPU is among the first two predicted in {right} of {groups} "
-              "groups (same model, GPU and lengths; four deployments or more).",
+    lines += ["", f"- The fastest deployment of a model on a GPU is among the first two predicted in {right} of "
+              f"{groups} groups (same model, GPU and lengths; four deployments or more).",
               f"- Fitted on {sum(row.fitted for row in rows)} rows, which are not among the above."]  # fmt: skip
     lines += [f"- Left out: {count} rows, {why}." for why, count in sorted(without.items())]
     print("\n".join(lines))
     if every == 1:
-        RESULTS.write_text("**lab.serve beside deployments that others measured**\n\n" + "\n".join(lines) + f"\n\n{host()}\n")
+        title = "**lab.serve beside deployments that others measured**"
+        RESULTS.write_text("\n".join([title, "", *lines, "", str(host()), ""]), encoding="utf-8")
 
 
 if __name__ == "__main__":

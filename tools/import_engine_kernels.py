@@ -1,4 +1,4 @@
-"""Distil the kernels of serving engines out of aiconfigurator-core: a wheel -> llmlab/hardware/engine_kernels/CARD.json.
+"""Distil the kernels of serving engines out of aiconfigurator-core: a wheel -> llmlab/hardware/engine_kernels/.
 
     pip download --no-deps aiconfigurator-core==0.12.0
     python tools/import_engine_kernels.py aiconfigurator_core-0.12.0-*.whl      # needs pandas and pyarrow
@@ -6,8 +6,9 @@
 Kept of each card, as lists of round(64 · log2(nanoseconds)):
 
 * `matmuls` in fp8 and nvfp4: at each size the fastest of the frameworks' kernels, which is the one to be chosen.
-* `decode_attentions`: one new token per sequence, by the cache's dtype. Its time is that of reading the cache: number of
-  query heads and framework hardly matter (a few percent), so the mean is kept by head size, sequences · kv heads, length.
+* `decode_attentions`: one new token per sequence, by the cache's dtype. Its time is that of reading the cache: the
+  number of query heads and the framework hardly matter (a few percent), so the mean is kept by head size, sequences ·
+  kv heads, and length.
 * `latent_decode`, `latent_prefill`: attention on the latent cache of DeepSeek's models, by heads.
 * `experts`: one layer's routed experts, by framework and dtype; a row per shape, a column per number of tokens.
 * `all_reduces`: the frameworks' own all-reduce between the GPUs of a node, by ranks and bytes.
@@ -32,6 +33,7 @@ from llmlab.hardware.kernel_tables import SCHEMA, UNIT
 
 FOLDER = Path(__file__).resolve().parent.parent / "llmlab" / "hardware" / "engine_kernels"
 FP8 = ("fp8", "fp8_block")
+CACHES = {"bfloat16": "bf16", "fp8": "fp8"}
 N_AND_K = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 51200, 65536)
 TOKENS = (1, 4, 16, 32, 64, 256, 1024, 4096, 16384)
 # Hidden size, width of an expert, experts per token, experts: of models that people serve.
@@ -144,7 +146,8 @@ def main() -> int:
         for card, (gpu, _) in CARDS.items():
             matmuls = tables(wheel, card, "gemm", "gemm")
             attentions = tables(wheel, card, "attention", "generation_attention")
-            latents = {prefill: tables(wheel, card, "mla", f"{'context' if prefill else 'generation'}_mla") for prefill in (0, 1)}
+            decode = tables(wheel, card, "mla", "generation_mla")
+            prefill = tables(wheel, card, "mla", "context_mla")
             by_framework = {each: all_versions(wheel, card, each) for each in ("vllm", "sglang", "trtllm")}
             reduces = tables(wheel, card, "comm", "custom_allreduce")
             data = {
@@ -152,9 +155,13 @@ def main() -> int:
                 "gpu": gpu,
                 "source": f"{name.replace('_', '-')} {version} (NVIDIA, Apache-2.0)",
                 "matmuls": kept({"fp8": matmul(matmuls, FP8), "nvfp4": matmul(matmuls, ("nvfp4",))}),
-                "decode_attentions": kept({"bf16": decode_attention(attentions, "bfloat16"), "fp8": decode_attention(attentions, "fp8")}),
-                "latent_decode": kept({"bf16": latent(latents[0], "bfloat16", False), "fp8": latent(latents[0], "fp8", False)}),
-                "latent_prefill": kept({"bf16": latent(latents[1], "bfloat16", True)}),
+                "decode_attentions": kept(
+                    {ours: decode_attention(attentions, theirs) for theirs, ours in CACHES.items()}
+                ),
+                "latent_decode": kept(
+                    {ours: latent(decode, theirs, False) for theirs, ours in CACHES.items()}
+                ),
+                "latent_prefill": kept({"bf16": latent(prefill, "bfloat16", True)}),
                 "experts": {each: experts(table) for each, table in by_framework.items() if table is not None},
                 "all_reduces": {framework.split()[0]: all_reduce(table) for framework, table in reduces.items()},
             }

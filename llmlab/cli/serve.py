@@ -12,33 +12,15 @@ import click
 
 from .. import verbs
 from ..base.errors import SpecError
-from ..base.tables import Tabular
+from ..base.tables import Table, Tabular
+from ..base.units import show_seconds
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.gpu import gpus as all_gpus
-from ..serving.service import ENGINES, KV, WEIGHTS, Service
+from ..serving.service import HELP, Service
 from ..specs.model import model as find_model
 
-HELP = {
-    "engine": f"One of {', '.join(ENGINES)}.",
-    "weights": f"What the linear layers are stored in, one of {', '.join(WEIGHTS)}.",
-    "kv": f"What the KV cache is stored in, one of {', '.join(KV)}.",
-    "tp": "Tensor parallelism: GPUs that share each layer. Default: all of --gpu.",
-    "ep": "Expert parallelism: 1, or tp.",
-    "dp_attention": "Copies of attention, each with its own requests.",
-    "gpu_memory_utilization": "Share of a GPU's memory that the engine takes.",
-    "max_model_len": "Tokens of the longest request. Default: the model's.",
-    "max_num_seqs": "Most requests in a step.",
-    "max_num_batched_tokens": "Most tokens in a step.",
-    "prompt_len": "Tokens of a prompt.",
-    "output_len": "Tokens of an answer.",
-    "range_ratio": "Draw both lengths evenly from this share of them to all of them.",
-    "prefix_hit": "Share of a prompt that the prefix cache has.",
-    "concurrency": "Users, each of whom waits for an answer before the next request.",
-    "rate": "Requests per second, at random times.",
-}  # fmt: skip
 
-
-def add_serve(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
+def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None]) -> None:
     """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
@@ -50,10 +32,13 @@ def add_serve(group: click.Group, show: Callable[[Tabular | str], None]) -> None
                   help="Look for the cheapest deployments that answer --rate requests per second within these medians, "
                   "for example ttft=1s,tpot=30ms; of the GPU in --gpu, or of all whose kernels were measured.")
     @click.option("--frontier", is_flag=True, help="Latency and throughput with more and more users.")
+    @click.option("--users", type=int, metavar="N",
+                  help="The longest requests of N users, and the least --gpu-memory-utilization for N requests.")
     @click.option("--launch", is_flag=True, help="Print the command that starts the server.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes and times in seconds.")
     def serve(
-        model: str, gpu: str | None, slo: str | None, frontier: bool, launch: bool, as_json: bool, **given: Any
+        model: str, gpu: str | None, slo: str | None, frontier: bool, users: int | None, launch: bool, as_json: bool,
+        **given: Any,
     ) -> int:
         """Predict memory, latency, throughput and price of a model that an inference engine serves.
 
@@ -65,6 +50,8 @@ def add_serve(group: click.Group, show: Callable[[Tabular | str], None]) -> None
             return _sized(show, model, service, name, slo, as_json)
         if name is None:
             raise SpecError("--gpu is missing; name the GPUs of the deployment, for example --gpu 8xH200")
+        if users is not None:
+            return _room(show, model, service, name, users, as_json)
         if launch:
             from ..serving.launch import launch_line
 
@@ -86,9 +73,9 @@ def add_serve(group: click.Group, show: Callable[[Tabular | str], None]) -> None
 
 
 def _option(name: str, default: Any) -> click.Option:
-    kind = float if name in ("rate", "gpu_memory_utilization", "range_ratio", "prefix_hit") else int
+    shares = ("rate", "gpu_memory_utilization", "range_ratio", "prefix_hit")
+    kind: Any = str if isinstance(default, str) else float if name in shares else int
     shown = None if name == "tp" or default is None else str(default)
-    kind = str if isinstance(default, str) else kind
     return click.Option([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name], show_default=shown or False)
 
 
@@ -100,9 +87,25 @@ def _gpus(text: str | None) -> tuple[str | None, int]:
     return (match[2], int(match[1])) if match else (text, 1)
 
 
+def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as_json: bool) -> int:
+    from ..serving.sizing import least_utilization, longest_context
+
+    if users < 1:
+        raise SpecError(f"--users {users}: give 1 or more")
+    spec, card = find_model(model), find_gpu(gpu)
+    tokens, share = longest_context(spec, service, card, users), least_utilization(spec, service, card, users)
+    length = service.prompt_len + service.output_len
+    if as_json:
+        show(_dump({"longest_context": tokens, "gpu_memory_utilization": share}))
+    else:
+        least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than a {card.name} has"
+        show(f"Each of {users:,} users can have {tokens:,} tokens. Requests of {length:,} tokens need {least}.")
+    return 0 if tokens else 1
+
+
 def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: str, as_json: bool) -> int:
     from ..serving.kernels import engine_kernels
-    from ..serving.sizing import deployment_table, deployments
+    from ..serving.sizing import deployment_table, deployments, separated
 
     if service.rate is None:
         raise SpecError("--slo needs --rate; give the requests per second that must be answered")
@@ -115,6 +118,11 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
         show(_dump([asdict(one) | {"gpus": one.gpus, "usd_per_hour": one.usd_per_hour} for one in found]))
     elif found:
         show(deployment_table(found))
+        card = find_gpu(found[0].point.gpu)
+        if apart := separated(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], card):
+            gpus = f"{apart.prefill} GPUs for prompts and {apart.decode} for answers (tp={apart.tp})"
+            times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
+            show(f"With prefill and decode on separate {card.name}: {gpus}, {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")
     return 0 if found else 1

@@ -23,7 +23,6 @@ from .inference import inference_moments
 from .memory.moments import Moment
 from .memory.share import bytes_of, share_of
 from .memory.step import step_memory
-from .serving import FRACTION, serving
 from .time.flops import flops
 from .time.kernels import kernels
 from .time.operators import durations, logits_of
@@ -231,9 +230,8 @@ def _notes(
         yield Note("probably-fits", f"{needs} {steps}, and the GPU has {show_bytes(card.memory)}. "
                    "`llmlab simulate` decides.")  # fmt: skip
     if isinstance(run, Inference):
-        service = serving(spec, run, card)
-        engine = f"If a serving engine uses {FRACTION:.0%} of the memory"
-        yield Note("serving", f"{engine}, {service}.")
+        yield Note("serving", "This is Hugging Face's generate(). `llmlab serve` predicts an engine that batches requests: "
+                   "its KV cache, latency and price.")  # fmt: skip
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")

@@ -4,7 +4,7 @@
 const COLORS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#CCCCCC"];
 // The fields that most people change stand open; the others are folded.
 const OPEN = ["micro_batch", "seq_len", "precision", "optimizer", "checkpointing", "lora", "quantization", "zero",
-  "batch", "prompt_len", "new_tokens", "weights", "kv", "global_batch", "method", "goal", "tokens"];
+  "engine", "weights", "kv", "prompt_len", "output_len", "concurrency", "global_batch", "method", "goal", "tokens"];
 const WAIT = 30; // ms without a key before the form asks
 
 const h = (tag, attributes = {}, ...children) => {
@@ -131,7 +131,7 @@ export function calculator(root, form, ask, { start = {}, changed = () => {}, bo
       typed("gpus", "How many of these cards share the run.", true),
       ...OPEN.map((name) => fields.find((f) => f.name === name)).filter(Boolean).map(control),
       h("details", { class: "wide", open: folded }, h("summary", {}, "more"),
-        h("div", { class: "more" }, ...rest.filter((f) => f.name !== "tp" || state.kind === "training").map(control))),
+        h("div", { class: "more" }, ...rest.map(control))),
       planning() ? h("button", { type: "submit" }, "search") : null,
       h("button", { type: "button", onclick: () => { state = { ...form.defaults }; draw(); update(); } }, "start again"),
     ].filter(Boolean));

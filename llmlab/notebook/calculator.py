@@ -23,10 +23,11 @@ from ..planning.levers import cost, fix
 from ..report import Report
 from ..specs.model import model as find_model
 from ..specs.model import models
-from ..specs.run import Inference, LoRA, Run, Training
+from ..specs.run import LoRA, Training
 from ..specs.stacks import STACKS
 from .fields import fields_of, model_of, run_of, state_of
 from .plan_tab import plan_fields, planned
+from .serving_tab import serving_answer, serving_fields
 
 KINDS = ("training", "serving", "planning")
 DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "RTX-4090", "gpus": "1"}
@@ -38,6 +39,7 @@ LABELS = {
     "gpu": "GPU", "gpus": "GPUs", "seq_len": "sequence length", "lora": "LoRA rank", "lora_targets": "LoRA targets",
     "zero": "ZeRO stage", "tp": "tensor parallel", "pp": "pipeline stages", "cp": "context parallel",
     "ep": "expert parallel", "dp_replicate": "HSDP copies", "prompt_len": "prompt length", "kv": "KV cache",
+    "output_len": "answer length", "dp_attention": "copies of attention",
     "compile": "torch.compile",
 }  # fmt: skip
 
@@ -52,7 +54,7 @@ def form() -> dict[str, Any]:
         "book": BOOK,
         "labels": LABELS,
         "training": fields_of(Training),
-        "serving": fields_of(Inference),
+        "serving": serving_fields(),
         "planning": plan_fields(),
     }
 
@@ -66,6 +68,8 @@ def answer(state: Mapping[str, str]) -> dict[str, Any]:
         known = {**DEFAULTS, **state}
         if known["kind"] == "planning":
             return planned(known)
+        if known["kind"] == "serving":
+            return serving_answer(known)
         source, called = model_of(known["model"])
         card, run = find_gpu(known["gpu"]), run_of(known)
         report, fit = assessed(source, run, card)
@@ -94,17 +98,17 @@ def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
         "peak_shown": show_bytes(report.peak_allocated),
         "seconds": report.step_seconds,
         "figures": [
-            ["time per step", show_seconds(report.step_seconds) if isinstance(report.run, Training) else "–",
+            ["time per step", show_seconds(report.step_seconds),
              f"80 % interval: {show_seconds(between[0])} to {show_seconds(between[1])}" if all(between) else ""],
             ["tokens per second", f"{report.tokens_per_second:,.0f}" if report.tokens_per_second else "–", ""],
             ["MFU", f"{report.mfu:.1%}" if report.mfu else "–", ""],
             ["cost of a billion tokens", *_cost(report, card)],
-        ] if isinstance(report.run, Training) else [],
+        ],
         "notes": list(report.notes),
     }  # fmt: skip
 
 
-def _levers(source: Any, run: Run, card: GPU) -> list[dict[str, Any]]:
+def _levers(source: Any, run: Training, card: GPU) -> list[dict[str, Any]]:
     """Return what would make the run smaller, and the form's fields that say it."""
     found = fix(source, run, card)
     return [
@@ -112,7 +116,7 @@ def _levers(source: Any, run: Run, card: GPU) -> list[dict[str, Any]]:
             "name": lever.name + ("" if lever.same_result else " (another result)"), "chapter": lever.chapter,
             "saves": show_bytes(lever.saves),
             "costs": f"{cost(lever, found.report)}; then: {OUTCOMES[lever.report.outcome]}",
-            "set": state_of(lever.run),
+            "set": state_of(lever.run) if isinstance(lever.run, Training) else {},
         }
         for lever in found.levers
     ]  # fmt: skip
@@ -135,20 +139,18 @@ def _cost(report: Report, card: GPU) -> tuple[str, str]:
     return f"${dollars:,.0f}", f"at ${price.usd:.2f} per GPU and hour ({price.kind}, {price.date})"
 
 
-def python_line(called: str, run: Run, card: GPU) -> str:
+def python_line(called: str, run: Training, card: GPU) -> str:
     """Return the Python that gives this estimate; `called` is the model's name, or a config.json's."""
-    ours = "|".join(kind.__name__ for kind in (Training, Inference, LoRA, *STACKS.values()))
+    ours = "|".join(kind.__name__ for kind in (Training, LoRA, *STACKS.values()))
     words = re.sub(rf"\b({ours})\(", r"lab.\1(", repr(run))
     return f'import llmlab as lab\n\nrun = {words}\nprint(lab.estimate("{called}", run, "{card.name}"))'
 
 
-def command_line(called: str, run: Run, card: GPU) -> str:
+def command_line(called: str, run: Training, card: GPU) -> str:
     """Return the command that gives this estimate."""
     words = ["llmlab estimate", called, f"--gpu {card.name}"]
-    if isinstance(run, Inference):
-        words.append("--inference")
     # The command line's defaults of these differ from Python's.
-    usual = {name: value for name, value in run.values().items() if name in ("precision", "weights", "kv")}
+    usual = {name: value for name, value in run.values().items() if name == "precision"}
     for name, value in {**usual, **run.differences()}.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, LoRA):
@@ -162,10 +164,8 @@ def command_line(called: str, run: Run, card: GPU) -> str:
     return " ".join(words)
 
 
-def _configs(run: Run) -> dict[str, str]:
+def _configs(run: Training) -> dict[str, str]:
     """Return the files of engines that can say this run, by name: those that cannot are left out."""
-    if isinstance(run, Inference):
-        return {}
     files = {}
     for name, made in (("ds_config.json", run.to_deepspeed), ("accelerate.json", run.to_accelerate)):
         try:

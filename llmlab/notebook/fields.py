@@ -13,7 +13,7 @@ from ..base.errors import SpecError
 from ..specs.help import HELP
 from ..specs.model import model as find_model
 from ..specs.model import models
-from ..specs.run import Inference, LoRA, Run, Training, stack_of
+from ..specs.run import LoRA, Training, stack_of
 from ..specs.stacks import STACKS, TRANSFORMERS
 
 # The first is the number of GPUs'; the adapters' memory does not depend on theirs; the others are not shown.
@@ -22,7 +22,7 @@ CONFIG = "config.json"  # what a pasted config is called in the lines to copy
 HUB = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)")
 
 
-def fields_of(owner: type[Training | Inference]) -> list[dict[str, Any]]:
+def fields_of(owner: type[Training]) -> list[dict[str, Any]]:
     """Return the fields of a spec as controls: a choice, a number, a flag or a text."""
     made: list[dict[str, Any]] = []
     for name, hint in get_type_hints(owner).items():
@@ -49,21 +49,17 @@ def _control(hint: Any, default: Any) -> dict[str, Any]:
     return {"kind": "choice", "default": default or "none", "options": [*optional, *get_args(literal)]}
 
 
-def run_of(state: Mapping[str, str]) -> Run:
+def run_of(state: Mapping[str, str]) -> Training:
     """Return the run that the form's values describe. Data-parallel ranks are the GPUs that tp, pp and cp leave."""
-    serving = state.get("kind") == "serving"
-    if state.get("kind") not in ("training", "serving"):
+    if state.get("kind") != "training":
         raise SpecError(f"kind={state.get('kind')!r} is not one of training, serving, planning")
-    owner = Inference if serving else Training
     values = {
-        name: _value(name, state[name], hint, getattr(owner, name))
-        for name, hint in get_type_hints(owner).items()
+        name: _value(name, state[name], hint, getattr(Training, name))
+        for name, hint in get_type_hints(Training).items()
         if name in state and name in HELP and name not in DERIVED
     }
     if (ranks := whole("gpus", state["gpus"])) < 1:
         raise SpecError(f"gpus={ranks} is too small; give a whole number >= 1")
-    if serving:
-        return Inference(**{**values, "tp": ranks})
     if (rank := state.get("lora", "none")) != "none":
         targets = state.get("lora_targets", ",".join(LoRA.targets))
         values["lora"] = LoRA(whole("lora", rank), tuple(name.strip() for name in targets.split(",") if name.strip()))
@@ -109,12 +105,12 @@ def model_of(text: str) -> tuple[Any, str]:
     return text, text
 
 
-def state_of(run: Run) -> dict[str, str]:
+def state_of(run: Training) -> dict[str, str]:
     """Return the form's values that describe `run`: `run_of` gives it back."""
     state = {"gpus": str(run.world_size)}
     for f in fields(run):
         value = getattr(run, f.name)
-        if f.name in DERIVED or (isinstance(run, Inference) and f.name == "tp"):
+        if f.name in DERIVED:
             continue
         if f.name == "lora":
             state["lora"] = str(value.rank) if value else "none"

@@ -63,10 +63,10 @@ class EngineKernels:
 
     def computed(self, flops: float, dtype: str) -> float:
         """Return the seconds of `flops` at the share of the data sheet's peak that large matmuls reach."""
-        peak = self.gpu.peak(dtype) or self.gpu.peak("bf16") or self.gpu.peak("fp16")
-        return flops / (COMPUTE * peak)
+        peaks = (self.gpu.peak(kind) for kind in (dtype, "bf16", "fp16", "fp32"))
+        return flops / (COMPUTE * next(peak for peak in peaks if peak))
 
-    @lru_cache(maxsize=1 << 14)  # noqa: B019 (one object per GPU lives as long as the process)
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
     def matmul(self, m: int, n: int, k: int, dtype: str) -> float:
         """Return the seconds of (m, k) · (k, n) with weights in `dtype`.
 
@@ -90,14 +90,17 @@ class EngineKernels:
         return 3 * LAUNCH + self.moved(sequences_heads * length * 2 * head_dim * BITS[kv] / 8)
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
-    def prefill(self, heads: int, head_dim: int, tokens: int, context: int) -> float:
-        """Return the seconds of causal attention of `tokens` new tokens of one prompt, after `context` others."""
+    def prefill(self, heads: int, head_dim: int, tokens: int, context: int, prompts: int = 1) -> float:
+        """Return the seconds of causal attention of `tokens` new tokens of each of `prompts`, after `context` others.
+
+        Kernels were measured without a context. Tokens after one take as long as a whole prompt of as many pairs.
+        """
         if tokens < 1:
             return 0.0
-        pairs = (tokens + 1) / 2 + context  # per token
-        if self.general and (known := self.general.attention(1, heads, tokens, head_dim)):
-            return known.seconds * pairs / ((tokens + 1) / 2)
-        return self.moved(0) + self.computed(4 * heads * head_dim * tokens * pairs, "bf16")
+        if self.general and (known := self.general.attention(prompts, heads, equally_many(tokens, context), head_dim)):
+            return known.seconds
+        pairs = tokens * ((tokens + 1) / 2 + context)
+        return self.moved(0) + self.computed(4 * heads * head_dim * prompts * pairs, "bf16")
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
     def latent_attention(self, heads: int, sequences: int, length: int, rank: int, kv: str) -> float:
@@ -110,13 +113,13 @@ class EngineKernels:
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
     def latent_prompt(self, heads: int, tokens: int, context: int, head_dim: int) -> float:
-        """Return the seconds of attention of a prompt's `tokens` new tokens with latents turned into keys and values."""
+        """Return the seconds of attention of a prompt's `tokens` new tokens, latents turned into keys and values."""
         if tokens < 1:
             return 0.0
-        pairs = (tokens + 1) / 2 + context
         if grid := self.latent_prefill.get("bf16"):
-            return timed(grid, (heads, tokens), WORK["latent_prefill"]).seconds * pairs / ((tokens + 1) / 2)
-        return self.moved(0) + self.computed(4 * heads * head_dim * tokens * pairs, "bf16")
+            return timed(grid, (heads, equally_many(tokens, context)), WORK["latent_prefill"]).seconds
+        pairs = tokens * ((tokens + 1) / 2 + context)
+        return self.moved(0) + self.computed(4 * heads * head_dim * pairs, "bf16")
 
     def routed_experts(
         self, engine: str, dtype: str, shape: tuple[int, int, int, int, int, int], tokens: int, gated: bool = True
@@ -146,6 +149,16 @@ class EngineKernels:
         if self.general and (known := self.general.collective(operation, size, ranks)):
             return known.seconds
         return 4 * LAUNCH + (ranks - 1) / ranks * size / (self.gpu.nvlink or 25e9)
+
+
+def equally_many(tokens: int, context: int) -> int:
+    """Return the length of a whole prompt in which as many tokens attend to each other as `tokens` after `context`.
+
+    >>> equally_many(512, 0), equally_many(16, 8000)
+    (512, 506)
+    """
+    pairs = tokens * (tokens + 1) // 2 + tokens * context
+    return round(((1 + 8 * pairs) ** 0.5 - 1) / 2)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -197,20 +210,21 @@ def engine_kernels(gpu: GPU) -> EngineKernels:
             data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise SpecError(f"this version of llmlab reads schema {SCHEMA}")
-        families = ("matmuls", "decode_attentions", "latent_decode", "latent_prefill")
-        grids = [{key: _grid(entry) for key, entry in data.get(family, {}).items()} for family in families]
         experts = {
             engine: {dtype: _expert_times(entry) for dtype, entry in by_dtype.items()}
             for engine, by_dtype in data.get("experts", {}).items()
         }
-        reduces = {engine: _grid(entry) for engine, entry in data.get("all_reduces", {}).items()}
+        return EngineKernels(
+            gpu, kernel_table(gpu.name), _grids(data, "matmuls"), _grids(data, "decode_attentions"),
+            _grids(data, "latent_decode"), _grids(data, "latent_prefill"), experts, _grids(data, "all_reduces"),
+        )  # fmt: skip
     except (ValueError, KeyError, TypeError, SpecError) as error:
         raise SpecError(f"{path} has no kernel times ({error}); tools/import_engine_kernels.py writes them") from None
-    return EngineKernels(gpu, kernel_table(gpu.name), *grids, experts, reduces)
 
 
-def _grid(entry: Mapping[str, Any]) -> Grid:
-    return Grid(tuple(map(tuple, entry["axes"])), tuple(entry["values"]))
+def _grids(data: Mapping[str, Any], family: str) -> dict[str, Grid]:
+    grids = data.get(family, {}).items()
+    return {key: Grid(tuple(map(tuple, entry["axes"])), tuple(entry["values"])) for key, entry in grids}
 
 
 def _expert_times(entry: Mapping[str, Any]) -> ExpertTimes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from math import log
 
 from ..hardware.gpu import GPU
@@ -47,19 +47,20 @@ def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> Late
     served = simulate(spec, service, gpu, memory)
     found = summary(served)
     if service.rate is not None:
-        late = _late(spec, service, gpu)
+        late = answer_delay(spec, service, gpu)
         return replace(found, ttft=found.ttft + late, ttft_p99=found.ttft_p99 + late)
     first = first_token(spec, service, gpu)
-    return replace(found, ttft=first, ttft_p99=max(first, found.ttft_p99 + _late(spec, service, gpu)))
+    return replace(found, ttft=first, ttft_p99=max(first, found.ttft_p99 + answer_delay(spec, service, gpu)))
 
 
 def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     """Return the median seconds to the first token of users who each wait for their answer."""
     together = 1 + TOGETHER * (service.concurrency or 1)
-    return prompt_seconds(spec, service, gpu) * together + _late(spec, service, gpu)
+    return prompt_seconds(spec, service, gpu) * together + answer_delay(spec, service, gpu)
 
 
-def _late(spec: ModelSpec, service: Service, gpu: GPU) -> float:
+def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
+    """Return by how much a first token comes later than its prompt is read: steps that are queued, the HTTP server."""
     step = Step(service.concurrency or 1, service.prompt_len)
     return FIRST_STEPS * sum(step_seconds(spec, service, gpu, step).values()) + FIRST_TOKEN[service.engine]
 
@@ -108,17 +109,24 @@ def arrivals_of(service: Service) -> list[Arrival]:
 def pass_time(spec: ModelSpec, service: Service, gpu: GPU) -> Callable[[Pass], float]:
     """Return the seconds of a pass of the scheduler, as a function."""
 
-    @lru_cache(maxsize=None)
-    def seconds(sequences: int, context: int, tokens: int, cached: int) -> float:
-        return sum(step_seconds(spec, service, gpu, Step(sequences, context, tokens, cached)).values())
+    @cache
+    def seconds(*sizes: int) -> float:
+        return sum(step_seconds(spec, service, gpu, Step(*sizes)).values())
 
     def of_pass(one: Pass) -> float:
-        tokens = one.tokens - one.decoding
-        before = (one.cached - one.decoding_cached) // max(1, one.sequences - one.decoding)
+        tokens, prompts = one.tokens - one.decoding, max(1, one.sequences - one.decoding)
+        before = (one.cached - one.decoding_cached) // prompts
         context = one.decoding_cached // max(1, one.decoding)
-        return seconds(rounded(one.decoding), rounded(context), rounded(tokens), rounded(before))
+        return seconds(rounded(one.decoding), rounded(context), rounded(tokens), rounded(before), rounded(prompts))
 
     return of_pass
+
+
+def goodput(served: Sequence[Served], ttft: float, tpot: float) -> float:
+    """Return the requests per second that have their first token within `ttft` and each other within `tpot` seconds
+    (the mean of a request)."""
+    begin, end = min(one.entered for one in served), max(one.tokens[-1] for one in served)
+    return sum(one.first_token <= ttft and one.each_token <= tpot for one in served) / (end - begin)
 
 
 def rounded(size: int) -> int:

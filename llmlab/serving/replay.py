@@ -102,11 +102,12 @@ def replay(
 ) -> list[Served]:
     """Return how each request is served, in the order of arrival.
 
-    "continuous" fills a place as soon as it is free; "static" forms a batch and takes no other until all of it is done.
-    Each pass reads a token of every request that has its prompt behind it, and prompts, at most `chunk` tokens of them
-    (None: whole ones). `capacity`: tokens of the cache; a request enters where all of its tokens fit. With `users`, a
-    request comes when one of so many users has the answer to an earlier one; its `at` is ignored. `prefix_hit`: share of each prompt that the prefix cache has. Passes in which
-    nobody comes, goes or reads a prompt are asked for together, at the first and the last of them.
+    "continuous" fills a place as soon as it is free; "static" forms a batch and takes no other until all of it is
+    done. Each pass reads a token of every request that has its prompt behind it, and prompts, at most `chunk`
+    tokens of them (None: whole ones). `capacity`: tokens of the cache; a request enters where all of its tokens
+    fit. With `users`, a request comes when one of so many users has the answer to an earlier one; its `at` is
+    ignored. `prefix_hit`: share of each prompt that the prefix cache has. Passes in which nobody comes, goes or
+    reads a prompt are asked for together, at the first and the last of them.
     """
     if batching not in BATCHING:
         raise SpecError(f"batching={batching!r}: give one of {', '.join(map(repr, BATCHING))}")

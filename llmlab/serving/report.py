@@ -114,9 +114,9 @@ def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
     running = max(1, min(room, busy, service.limits(gpu)[0] * service.dp_attention))
     context = service.prompt_len + service.output_len // 2
     time = step_seconds(spec, service, gpu, Step(running, context))
-    return ServingReport(
-        spec.name, gpu.name, service, memory, running, found, time, *_prices(spec, service, gpu, found), tuple(notes)
-    )
+    prices = _prices(spec, service, gpu, found)
+    about = spec.name, gpu.name, service, memory, running, found, time
+    return ServingReport(*about, prices[0], prices[1], tuple(notes))
 
 
 def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
@@ -129,7 +129,8 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
         raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")
     units = {"fp8": "fp8", "nvfp4": "fp4"}.get(service.weights)
     if units and gpu.peak(units) is None:
-        raise SpecError(f'weights="{service.weights}": {gpu.name} has no {units} units; give "bf16", "awq" or "gptq"')
+        words = f'weights="{service.weights}": {gpu.name} has no {units} units'
+        raise SpecError(f'{words}; give "bf16", "awq" or "gptq"')
     split = service.tp // service.dp_attention
     for layer, _ in layers_of(spec).kinds:
         if isinstance(layer.mixer, (Attention, LatentAttention)) and layer.mixer.heads % split:
@@ -140,7 +141,8 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
 def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
     notes = []
     if not engine_kernels(gpu).measured:
-        notes.append(Note("kernels-not-measured", f"no kernels of {gpu.name} were measured: times are those of its data sheet, at 80 and 60 %"))
+        words = f"no kernels of {gpu.name} were measured: times are those of its data sheet"
+        notes.append(Note("kernels-not-measured", f"{words}, at 80 % of its bandwidth and 60 % of its peak"))
     split = service.tp // service.dp_attention
     least = min((layer.mixer.kv_heads for layer, _ in layers_of(spec).kinds if isinstance(layer.mixer, Attention)),
                 default=split)  # fmt: skip
@@ -151,6 +153,7 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
 
 def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
     """Return the smallest change with which a request fits: more GPUs, then smaller weights."""
+    tries: list[tuple[dict[str, Any], str]]
     tries = [({"tp": count}, f"tp={count}") for count in (2, 4, 8) if count > service.tp]
     small = [kind for kind, units in (("fp8", "fp8"), ("nvfp4", "fp4"), ("awq", "bf16")) if gpu.peak(units)]
     tries += [({"weights": kind}, f'weights="{kind}"') for kind in small if kind != service.weights]

@@ -10,6 +10,25 @@ from ..hardware.gpu import GPU
 ENGINES = ("vllm", "sglang", "trtllm")
 WEIGHTS = ("bf16", "fp16", "fp8", "int8", "awq", "gptq", "mxfp4", "nvfp4")
 KV = ("bf16", "fp16", "fp8")
+CHOICES = {"engine": ENGINES, "weights": WEIGHTS, "kv": KV}
+HELP = {
+    "engine": f"One of {', '.join(ENGINES)}.",
+    "weights": f"What the linear layers are stored in, one of {', '.join(WEIGHTS)}.",
+    "kv": f"What the KV cache is stored in, one of {', '.join(KV)}.",
+    "tp": "Tensor parallelism: GPUs that share each layer. Default: all of --gpu.",
+    "ep": "Expert parallelism: 1, or tp.",
+    "dp_attention": "Copies of attention, each with its own requests.",
+    "gpu_memory_utilization": "Share of a GPU's memory that the engine takes.",
+    "max_model_len": "Tokens of the longest request. Default: the model's.",
+    "max_num_seqs": "Most requests in a step.",
+    "max_num_batched_tokens": "Most tokens in a step.",
+    "prompt_len": "Tokens of a prompt.",
+    "output_len": "Tokens of an answer.",
+    "range_ratio": "Draw both lengths evenly from this share of them to all of them.",
+    "prefix_hit": "Share of a prompt that the prefix cache has.",
+    "concurrency": "Users, each of whom waits for an answer before the next request.",
+    "rate": "Requests per second, at random times.",
+}  # fmt: skip
 UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, read 2026-11-21; 0.9 before 2026
 
 
@@ -17,15 +36,16 @@ UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, re
 class Service:
     """A deployment of one model on tp GPUs, and the requests that it gets.
 
-    `engine`: "vllm", "sglang" or "trtllm". `weights`: what the linear layers are stored in; "mxfp4" and "nvfp4" of a
-    mixture of experts are those of its experts. `kv`: the cache's dtype. `tp`: degree of tensor
-    parallelism; `ep`: GPUs over which the experts are divided, tp or 1; `dp_attention`: copies of attention, each on
-    tp / dp_attention GPUs with requests of its own. `gpu_memory_utilization`: share of a GPU's memory that the engine
+    `engine`: "vllm", "sglang" or "trtllm". `weights`: what the linear layers are stored in; "mxfp4" and "nvfp4" of
+    a mixture of experts are those of its experts. `kv`: the cache's dtype. `tp`: degree of tensor parallelism;
+    `ep`: GPUs over which the experts are divided, tp or 1; `dp_attention`: copies of attention, each on tp /
+    dp_attention GPUs with requests of its own. `gpu_memory_utilization`: share of a GPU's memory that the engine
     takes; `max_model_len`: tokens of the longest request (None: the model's); `max_num_seqs`: requests in a step;
-    `max_num_batched_tokens`: tokens in a step (None: what vLLM's server takes on the GPU, see `limits`). `prompt_len` and `output_len`: tokens of a request; with a `range_ratio` below 1 both are drawn
-    evenly from range_ratio · length to length, as load generators do; `prefix_hit`: share
-    of the prompt that the prefix cache has. `concurrency`: users, each of whom waits for an answer before the next
-    request; or `rate`: requests per second that come at random.
+    `max_num_batched_tokens`: tokens in a step (None: what vLLM's server takes on the GPU, see `limits`).
+    `prompt_len` and `output_len`: tokens of a request; with a `range_ratio` below 1 both are drawn evenly from
+    range_ratio · length to length, as load generators do; `prefix_hit`: share of the prompt that the prefix cache
+    has. `concurrency`: users, each of whom waits for an answer before the next request; or `rate`: requests per
+    second that come at random.
     """
 
     engine: str = "vllm"
@@ -46,7 +66,7 @@ class Service:
     rate: float | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("engine", ENGINES), ("weights", WEIGHTS), ("kv", KV)):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise SpecError(f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}")
         counts = ("tp", "ep", "dp_attention", "prompt_len", "output_len")
@@ -70,7 +90,7 @@ class Service:
         if self.rate is not None and self.concurrency is not None:
             raise SpecError("rate and concurrency are two kinds of load; give one of them")
         if self.ep not in (1, self.tp):
-            raise SpecError(f"ep={self.ep}: the experts are divided over all tp={self.tp} GPUs or not at all; give 1 or tp")
+            raise SpecError(f"ep={self.ep}: the tp={self.tp} GPUs divide the experts, or none does; give 1 or tp")
         if self.tp % self.dp_attention:
             raise SpecError(f"dp_attention={self.dp_attention} does not divide tp={self.tp}")
 

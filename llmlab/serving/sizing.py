@@ -13,7 +13,7 @@ from ..base.units import show_seconds
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
 from .load import first_token, prompt_seconds
-from .memory import divided_memory
+from .memory import cache_bytes, divided_memory
 from .report import checked
 from .service import Service
 from .step import Step, step_seconds
@@ -76,7 +76,7 @@ def frontier(spec: ModelSpec, service: Service, gpu: GPU, users: Sequence[int] =
 def _point(spec: ModelSpec, service: Service, gpu: GPU) -> Point:
     users = service.concurrency or 1
     context = service.prompt_len + service.output_len // 2
-    alone = sum(step_seconds(spec, service, gpu, Step(users, context)).values())
+    alone = _step_of(spec, service, gpu, users, context)
     prompt = prompt_seconds(spec, service, gpu)
     each = alone + (users - 1) * prompt / service.output_len
     first = first_token(spec, service, gpu)
@@ -114,6 +114,84 @@ def deployments(
 
 def _cost(deployment: Deployment) -> tuple[bool, float, int]:
     return deployment.usd_per_hour is None, deployment.usd_per_hour or 0.0, deployment.gpus
+
+
+@dataclass(frozen=True)
+class Separated:
+    """Prompts read on `prefill` GPUs, answers written on `decode` others, each copy on `tp` of them; the cache of a
+    prompt is sent from one to the other in `transfer` seconds, which are in `ttft`."""
+
+    gpu: str
+    tp: int
+    prefill: int
+    decode: int
+    ttft: float
+    tpot: float
+    transfer: float
+    usd_per_hour: float | None
+
+
+def separated(
+    spec: ModelSpec, service: Service, rate: float, ttft: float, tpot: float, gpu: GPU
+) -> Separated | None:
+    """Return the fewest GPUs that meet the service level with prefill and decode apart (DistServe, arXiv 2401.09670);
+    None where no degree of tensor parallelism does.
+
+    Prompts come at random and wait for each other (the M/D/1 queue's mean, ρ/(2(1 − ρ)) prompts); steps of decoding
+    are never made longer by a prompt. A cache is sent at the rate of NVLink, or 25 GB/s.
+    """
+    best = None
+    for degree in DEGREES:
+        parts = replace(service, tp=degree, ep=1, dp_attention=1, rate=None)
+        try:
+            points = frontier(spec, parts, gpu)
+        except SpecError:
+            continue
+        context = service.prompt_len + service.output_len // 2
+        alone = [(point.users, _step_of(spec, parts, gpu, point.users, context)) for point in points]
+        fast = [(users, seconds) for users, seconds in alone if seconds <= tpot]
+        if not fast:
+            continue
+        users, each = fast[-1]
+        prompt = prompt_seconds(spec, replace(parts, concurrency=1), gpu)
+        transfer = cache_bytes(spec, parts, service.prompt_len) / (gpu.nvlink or 25e9)
+        copies = ceil(rate * prompt)
+        while True:  # enough copies that the queue is short
+            busy = rate * prompt / copies
+            first = prompt * (1 + busy / (2 * (1 - busy))) + transfer + each if busy < 1 else float("inf")
+            if first <= ttft or copies > 10_000:
+                break
+            copies += 1
+        if first > ttft:
+            continue
+        prefill, decode = copies * degree, ceil(rate * service.output_len * each / users) * degree
+        hour = None if gpu.usd_per_hour is None else (prefill + decode) * gpu.usd_per_hour
+        found = Separated(gpu.name, degree, prefill, decode, first, each, transfer, hour)
+        if best is None or prefill + decode < best.prefill + best.decode:
+            best = found
+    return best
+
+
+def _step_of(spec: ModelSpec, service: Service, gpu: GPU, users: int, context: int) -> float:
+    return sum(step_seconds(spec, service, gpu, Step(users, context)).values())
+
+
+def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> int:
+    """Return the tokens that each of `users` requests can have in the cache together, at most the model's; 0: none."""
+    room = max(0, divided_memory(spec, service, gpu).cache) * service.dp_attention // users
+    low, high = 0, spec.max_positions
+    while low < high:  # the bytes of a request grow with its tokens, but not in proportion where windows bound them
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cache_bytes(spec, service, middle) <= room else (low, middle - 1)
+    return low
+
+
+def least_utilization(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> float | None:
+    """Return the smallest gpu_memory_utilization with which `users` requests of the service's length fit; None where
+    they do not even fit the whole GPU."""
+    memory = divided_memory(spec, replace(service, gpu_memory_utilization=1.0), gpu)
+    needed = memory.budget - memory.cache + memory.per_request * ceil(users / service.dp_attention)
+    return needed / memory.budget if needed <= memory.budget else None
 
 
 def frontier_table(points: Sequence[Point]) -> Table:

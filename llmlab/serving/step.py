@@ -25,13 +25,14 @@ ROW_HOST = 15e-6  # and per sequence: its token is sampled, sent and scheduled
 
 @dataclass(frozen=True)
 class Step:
-    """What a step runs: one new token of each of `sequences` with `context` tokens cached, and `tokens` of prompts
-    after `cached` others."""
+    """What a step runs: one new token of each of `sequences` with `context` tokens cached, and `tokens` of `prompts`
+    prompts, each after `cached` others."""
 
     sequences: int
     context: int
     tokens: int = 0
     cached: int = 0
+    prompts: int = 1
 
 
 def step_seconds(spec: ModelSpec, service: Service, gpu: GPU, step: Step) -> dict[str, float]:
@@ -47,7 +48,7 @@ def _step_seconds(spec: ModelSpec, service: Service, gpu: GPU, step: Step) -> di
         for part, seconds in _layer(kernels, service, layers.hidden, layer, step).items():
             parts[part] += count * seconds
     own = _own(service, step)
-    rows = own.sequences + (1 if own.tokens else 0)
+    rows = own.sequences + (own.prompts if own.tokens else 0)
     parts["matmuls"] += kernels.matmul(max(1, rows), -(-layers.vocab // _heads_split(service)), layers.hidden, "bf16")
     parts["other kernels"] += kernels.moved(rows * layers.vocab * 4 * 3)  # sampling reads logits in fp32
     parts["host"] = STEP_HOST[service.engine] + ROW_HOST * step.sequences
@@ -57,7 +58,8 @@ def _step_seconds(spec: ModelSpec, service: Service, gpu: GPU, step: Step) -> di
 def _own(service: Service, step: Step) -> Step:
     """Return the step of one copy of attention."""
     copies = service.dp_attention
-    return Step(-(-step.sequences // copies), step.context, -(-step.tokens // copies), step.cached)
+    sequences, tokens, prompts = (-(-whole // copies) for whole in (step.sequences, step.tokens, step.prompts))
+    return Step(sequences, step.context, tokens, step.cached, prompts)
 
 
 def _heads_split(service: Service) -> int:
@@ -110,9 +112,10 @@ def _mixer(
             parts["attention"] += kernels.decode(mixer.head_dim, own.sequences * kv, max(1, seen), service.kv)
         if own.tokens:
             before = min(own.cached, mixer.window or own.cached)
-            seconds = kernels.prefill(heads, mixer.head_dim, own.tokens, before)
-            if mixer.window and own.tokens > mixer.window:  # of a long chunk each token sees the window alone
-                seconds *= min(1.0, 2 * mixer.window / own.tokens)
+            each = -(-own.tokens // own.prompts)
+            seconds = kernels.prefill(heads, mixer.head_dim, each, before, own.prompts)
+            if mixer.window and each > mixer.window:  # of a long chunk each token sees the window alone
+                seconds *= min(1.0, 2 * mixer.window / each)
             parts["attention"] += seconds
     elif isinstance(mixer, LatentAttention):
         _latent(parts, kernels, service, hidden, mixer, own, dtype)
@@ -144,7 +147,8 @@ def _latent(
     if own.tokens:
         parts["matmuls"] += kernels.matmul(own.tokens, heads * (mixer.nope_dim + mixer.value_dim), mixer.kv_rank, dtype)
         head = (mixer.nope_dim + mixer.rope_dim + mixer.value_dim) // 2
-        parts["attention"] += kernels.latent_prompt(heads, own.tokens, own.cached, head)
+        each = -(-own.tokens // own.prompts)
+        parts["attention"] += own.prompts * kernels.latent_prompt(heads, each, own.cached, head)
 
 
 def _dense(
@@ -158,8 +162,9 @@ def _dense(
 
 
 def _experts(
-    parts: dict[str, float], kernels: EngineKernels, service: Service, hidden: int, mlp: Experts, tokens: int, dtype: str
-) -> None:
+    parts: dict[str, float], kernels: EngineKernels, service: Service, hidden: int, mlp: Experts, tokens: int,
+    dtype: str,
+) -> None:  # fmt: skip
     tp, ep = (1, service.ep) if service.ep > 1 else (service.tp, 1)
     shape = (hidden, mlp.width, mlp.per_token, mlp.count, tp, ep)
     stored = "int4" if service.weights in ("awq", "gptq") else service.weights

@@ -20,7 +20,8 @@ from llmlab.planning.confirm import NotSimulated
 FORM = form()
 NUMBERS = {
     "micro_batch": (1, 64), "accumulation": (1, 8), "seq_len": (1, 8192), "tp": (1, 8), "pp": (1, 4), "cp": (1, 2),
-    "ep": (1, 2), "batch": (1, 64), "prompt_len": (1, 4096), "new_tokens": (1, 512), "zero": (0, 3),
+    "ep": (1, 2), "prompt_len": (1, 4096), "output_len": (1, 512), "zero": (0, 3), "concurrency": (1, 64),
+    "max_num_seqs": (1, 256), "max_num_batched_tokens": (64, 8192),
 }  # fmt: skip
 
 
@@ -29,6 +30,12 @@ def values(field):
         return st.sampled_from(field["options"])
     if field["kind"] == "flag":
         return st.sampled_from(["no", "yes"])
+    if field["name"] in ("gpu_memory_utilization", "range_ratio"):
+        return st.sampled_from(["0.5", "0.9", "1", "1.1"])
+    if field["name"] == "prefix_hit":
+        return st.sampled_from(["0.0", "0.5"])
+    if field["name"] in ("rate", "max_model_len"):
+        return st.just("none")
     if field["name"] == "lora":
         return st.sampled_from(["none", "8", "64"])
     if field["name"] == "lora_targets":
@@ -64,7 +71,7 @@ def test_flags_open_as_their_field_is_by_default():
 def test_the_form_opens_with_an_answer(kind):
     got = answer({**FORM["defaults"], "kind": kind})
     assert "error" not in got
-    assert got["report"]["run"]["kind"] == ("training" if kind == "training" else "inference")
+    assert ("service" if kind == "serving" else "run") in got["report"]
 
 
 WITHOUT_TORCH = mock.patch("llmlab.simulation.deriving.find_spec", lambda package: None)  # as in a browser
@@ -86,7 +93,11 @@ def test_the_lines_to_copy_give_the_same_report(state):
     names: dict = {}
     with WITHOUT_TORCH:
         exec(got["python"].replace("print(", "report = (").replace("import llmlab as lab", ""), {"lab": lab}, names)
-    assert names["report"] == lab.Report.from_dict(got["report"])
+    made = names["report"]
+    if state["kind"] == "serving":
+        assert made.to_dict() == got["report"]
+    else:
+        assert made == lab.Report.from_dict(got["report"])
 
 
 @settings(max_examples=40)

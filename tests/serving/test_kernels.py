@@ -8,7 +8,6 @@ from llmlab.serving import kernels
 from llmlab.serving.kernels import engine_kernels, expert_roofline
 
 
-
 def test_decoding_reads_the_cache():
     """On an H100 (3.35 TB/s): 256 sequences · heads with 4,096 tokens of 128 channels take 0.16 ms to read at least."""
     table = engine_kernels(lab.gpu("H100"))
@@ -26,9 +25,21 @@ def test_a_matmul_of_one_token_reads_its_weights():
     assert table.matmul(4096, 8192, 8192, "fp8") < 0.7 * table.matmul(4096, 8192, 8192, "bf16")
 
 
+def test_tokens_after_a_context_take_as_long_as_equally_many_pairs():
+    """16 tokens after 8,000: within reading the 32 MB of their keys and values, and a launch, four times over."""
+    table = engine_kernels(lab.gpu("H100"))
+    assert table.prefill(32, 128, 1024, 0) == table.prefill(32, 128, 1024, 0, 1)
+    read = 8000 * 2 * 8 * 128 * 2 / 3.35e12
+    assert read < table.prefill(32, 128, 16, 8000) < 4 * (read + kernels.LAUNCH)
+    whole = table.prefill(32, 128, 8192, 0)
+    chunks = sum(table.prefill(32, 128, 1024, before) for before in range(0, 8192, 1024))
+    assert whole < chunks < 1.5 * whole
+    assert table.prefill(32, 128, 1024, 0, 8) < 0.3 * whole  # eight prompts do not attend to each other
+
+
 def test_experts_that_were_not_measured_are_scaled_from_the_nearest():
     table = engine_kernels(lab.gpu("H100"))
-    known, near = (4096, 1536, 8, 128, 4, 1), (4096, 1540, 8, 128, 4, 1)
+    known, near = (4096, 1536, 8, 128, 1, 1), (4096, 1540, 8, 128, 1, 1)
     for tokens in (1, 64, 4096):
         ratio = expert_roofline(table, "bf16", near, tokens) / expert_roofline(table, "bf16", known, tokens)
         found = [table.routed_experts("vllm", "bf16", shape, tokens) for shape in (near, known)]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from click.testing import CliRunner
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
-from llmlab.serving.load import arrivals_of, latency
+from llmlab.serving.load import arrivals_of, goodput, latency
 from llmlab.serving.memory import divided_memory
-from llmlab.serving.sizing import deployments, frontier
+from llmlab.serving.replay import Arrival, replay
+from llmlab.serving.sizing import deployments, frontier, least_utilization, longest_context, separated
 from llmlab.serving.step import Step, step_seconds
 from llmlab.specs.model import model
 
@@ -47,13 +49,26 @@ def test_a_mixture_takes_as_long_as_nvidia_says():
     assert report.tokens_per_second_per_user == pytest.approx(188, rel=0.1)
 
 
-def test_what_vllm_logged_of_its_memory():
-    """vLLM 0.11 on H100s of 79.18 GiB, utilization 0.9 (llm-d-planner, docs/empirical-vllm-memory-results.md)."""
-    service = lab.Service(weights="mxfp4", gpu_memory_utilization=0.9, max_model_len=16_000)
-    memory = divided_memory(model("openai/gpt-oss-20b"), service, H100)
-    assert memory.activations / 2**30 == pytest.approx(7.38, rel=0.04)
-    assert memory.cache / 2**30 == pytest.approx(50.28, rel=0.05)
-    assert memory.weights / 2**30 == pytest.approx(13.47, rel=0.1)
+# KV caches in GiB that vLLM logged: llm-d-planner's docs/empirical-vllm-memory-results.md (0.11, H100s of 79.18 GiB);
+# a log of 2026-04 (0.19, A100); a calibration script (V1, A6000: 517,264 tokens).
+LOGGED = {
+    "gpt-oss-20b on H100": ("openai/gpt-oss-20b", "H100", 79.18,
+                            {"weights": "mxfp4", "gpu_memory_utilization": 0.9}, 50.28),
+    "Qwen3-32B on H100": ("Qwen/Qwen3-32B", "H100", 79.18, {"gpu_memory_utilization": 0.9}, 4.45),
+    "Mistral-Small on H100": ("Mistral-Small-24B-Base-2501", "H100", 79.18, {"gpu_memory_utilization": 0.95}, 28.20),
+    "gpt-oss-20b on A100": ("openai/gpt-oss-20b", "A100-80GB", None,
+                            {"weights": "mxfp4", "gpu_memory_utilization": 0.65}, 36.56),
+    "Qwen2.5-7B on A6000": ("Qwen/Qwen2.5-7B", "RTX-A6000", None,
+                            {"weights": "fp16", "gpu_memory_utilization": 0.92}, 517_264 * 57_344 / 2**30),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_the_cache_has_the_size_that_vllm_logged(name):
+    source, gpu, memory, fields, logged = LOGGED[name]
+    card = replace(lab.gpu(gpu), memory=int(memory * 2**30)) if memory else lab.gpu(gpu)
+    divided = divided_memory(model(source), lab.Service(**fields), card)
+    assert divided.cache / 2**30 == pytest.approx(logged, rel=0.1)
 
 
 def test_users_who_wait_are_always_served():
@@ -99,8 +114,34 @@ def test_what_does_not_fit_says_by_how_much_and_what_does():
 def test_more_users_more_throughput_less_speed():
     points = frontier(LLAMA, lab.Service(), H100)
     assert [point.users for point in points][:3] == [1, 2, 4]
-    assert all(a.tokens_per_second < b.tokens_per_second for a, b in zip(points, points[1:], strict=False))
-    assert all(0.98 * a.tpot < b.tpot for a, b in zip(points, points[1:], strict=False))
+    assert all(a.tokens_per_second < b.tokens_per_second for a, b in pairwise(points))
+    assert all(0.98 * a.tpot < b.tpot for a, b in pairwise(points))
+
+
+def test_separate_gpus_for_prompts_meet_the_service_level_with_no_longer_steps():
+    service = lab.Service(prompt_len=4000, output_len=200)
+    found = separated(LLAMA, service, 20.0, 1.0, 0.015, H100)
+    assert found.ttft <= 1 and found.tpot <= 0.015
+    reading = 20 * 4000 * 2 * LLAMA.parameters / 989e12  # GPUs that do nothing else, at the peak
+    assert reading < found.prefill < 4 * reading
+    assert separated(LLAMA, service, 20.0, 1.0, 1e-4, H100) is None
+
+
+def test_room_for_users():
+    """Llama-3.1-8B: a cached token has 131,072 bytes, a request of N users that share the cache so many tokens."""
+    cache = divided_memory(LLAMA, lab.Service(), H100).cache
+    assert longest_context(LLAMA, lab.Service(), H100, 10) == cache // 10 // 131_072
+    assert longest_context(LLAMA, lab.Service(), H100, 1) == LLAMA.max_positions
+    assert longest_context(model("meta-llama/Llama-3.1-70B"), lab.Service(), H100, 1) == 0
+    share = least_utilization(LLAMA, lab.Service(), H100, 32)
+    exact = lab.Service(gpu_memory_utilization=share + 1e-9)
+    assert divided_memory(LLAMA, exact, H100).requests == 32
+    assert least_utilization(LLAMA, lab.Service(), H100, 10_000) is None
+
+
+def test_goodput_counts_requests_within_both_limits():
+    served = replay([Arrival(0.0, 1, 3), Arrival(0.0, 1, 2), Arrival(0.0, 1, 2)], lambda _: 1.0, max_batch=2)
+    assert goodput(served, 1, 1) == 2 / 4 and goodput(served, 3, 1) == 3 / 4 and goodput(served, 3, 0.5) == 0
 
 
 def test_the_cheapest_deployment_meets_the_service_level():
@@ -146,6 +187,8 @@ def test_heads_on_more_gpus_than_there_are_are_copied():
         (["--gpu", "2xH100", "--concurrency", "8"], 0, "2 × H100-80GB"),
         (["--gpu", "T4"], 1, "Out of memory"),
         (["--gpu", "H100", "--frontier"], 0, "tokens/s per user"),
+        (["--gpu", "H100", "--users", "10"], 0, "Each of 10 users can have"),
+        (["--gpu", "H100", "--users", "0"], 2, "give 1 or more"),
         (["--gpu", "8xH200", "--launch", "--kv", "fp8"], 0, "--tensor-parallel-size 8"),
         (["--gpu", "H100", "--slo", "ttft=2s,tpot=30ms", "--rate", "3"], 0, "1 × tp=1"),
         (["--gpu", "H100", "--slo", "ttft=2s,tpot=1ms", "--rate", "3"], 1, "No deployment"),

@@ -1,0 +1,178 @@
+"""Drawings of the chapter on serving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from ...plots.canvas import FAINT, INK, MUTED, PALETTE, SMALL, WHITE, Picture, new_picture, number_axes, styled
+from ...plots.curve import LINES, MARKERS
+from ...plots.schematic import box, finished, grid, label, link, sketch, strip
+
+LEFT, RIGHT = 12, 388  # pixels
+PROMPT, TOKEN = PALETTE[1], PALETTE[5]
+
+
+def plot_request(wait: float, prefill: float, gaps: Sequence[float], late: int) -> Picture:
+    """Return a drawing of one request: its wait, the prefill, and its tokens, with the three times that users see.
+
+    Seconds; the step before token `late` (counted from 0) also computes a prompt of another request.
+    """
+    scale = (RIGHT - LEFT) / (wait + prefill + sum(gaps))
+    picture, ax = sketch(196)
+    label(ax, LEFT, 14, "arrives")
+    x = LEFT
+    link(ax, (x + 1, 26), (x + 1, 48))
+    for size, words, color in ((wait, "waits", WHITE), (prefill, "prefill", PROMPT)):
+        box(ax, x, 50, size * scale, 30, words, color)
+        x += size * scale
+    first = x
+    edges = [first]
+    for number, gap in enumerate(gaps):
+        box(ax, x, 50, gap * scale, 30, "", PROMPT if number == late else TOKEN)
+        x += gap * scale
+        edges.append(x)
+    for number, edge in enumerate(edges):
+        label(ax, min(edge, RIGHT - 5), 92, f"{number + 1}", "center", color=MUTED)
+    label(ax, first, 32, f"tokens 1 to {len(edges)}")
+    spans = (
+        (118, LEFT, first, f"TTFT {1e3 * (wait + prefill):.0f} ms", "left"),
+        (118, edges[late], edges[late + 1], f"ITL {1e3 * gaps[late]:.0f} ms", "center"),
+        (164, first, x, f"TPOT {1e3 * sum(gaps) / len(gaps):.0f} ms = {1e3 * sum(gaps):.0f} ms / {len(gaps)}", "center"),
+    )
+    for y, begin, end, words, align in spans:
+        ax.plot((begin, end), (y, y), color=INK, linewidth=1.5)
+        for edge in (begin, end):
+            ax.plot((edge, edge), (y - 5, y + 5), color=INK, linewidth=1.5)
+        label(ax, begin if align == "left" else (begin + end) / 2, y + 16, words, align)
+    return finished(picture, f"A request waits {1e3 * wait:.0f} ms. {'. '.join(words for *_, words, _ in spans)}.")
+
+
+@styled()
+def plot_frontier(
+    curves: Mapping[str, Sequence[tuple[float, float, int]]], least: float, names: Sequence[int] = (1, 64, 256)
+) -> Picture:
+    """Return a picture of tokens per second of a user against those of a GPU, a line for each GPU.
+
+    A point is (tokens per second of a user, of the GPU, number of users); the numbers in `names` are written beside the
+    points of the first line. The service level asks for `least` tokens per second of a user: left of it is too slow.
+    """
+    picture, (ax,) = new_picture(4.4, width=4.0)
+    for number, (name, points) in enumerate(curves.items()):
+        speeds, rates, users = zip(*points, strict=True)
+        ax.plot(speeds, rates, color=LINES[number], marker=MARKERS[number], markersize=5, linewidth=2, label=name)
+        for speed, rate, count in points:
+            if number == 0 and count in names:
+                words = f"{count} users" if count > 1 else "1 user"
+                ax.annotate(words, (speed, rate), xytext=(-5, -4), textcoords="offset points", size=SMALL, ha="right",
+                            va="top")  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.axvspan(ax.get_xlim()[0], least, color=FAINT, alpha=0.45, linewidth=0)
+    ax.set_xlim(ax.get_xlim()[0] * 0.8, None)
+    ax.xaxis.set_major_locator(FixedLocator([10, 20, 50, 100, 200, 400]))
+    ax.yaxis.set_major_locator(FixedLocator([100, 200, 500, 1000, 2000, 5000, 10000, 20000]))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_locator(NullLocator())
+    number_axes(ax, "tokens/s of a user (1 / TPOT)", "tokens/s of a GPU")
+    picture.legend(loc="outside lower center", ncols=2)
+    ends = [f"{name}: {points[-1][1]:,.0f} tokens/s with {points[-1][2]} users" for name, points in curves.items()]
+    picture.alt = f"Throughput of a GPU against the speed of a user; {least:.0f} tokens/s are asked for. {'; '.join(ends)}."
+    return picture
+
+
+class Place(NamedTuple):
+    """A request in a slot of the batch: the steps from `begin` to `end` give it tokens."""
+
+    name: str
+    slot: int
+    begin: float
+    end: float
+
+
+def plot_slots(rules: Mapping[str, Sequence[Place]], arrivals: Mapping[str, float], slots: int) -> Picture:
+    """Return a drawing of the batch over time, a row per slot and a column per step, for each rule of batching."""
+    picture, ax = sketch(166 * len(rules) + 6)
+    wide, words = 28, []
+    colors = dict(zip(arrivals, PALETTE, strict=False))
+    for number, (rule, places) in enumerate(rules.items()):
+        last, y = max(place.end for place in places), 16 + 166 * number
+        idle = 1 - sum(place.end - place.begin for place in places) / slots / last
+        words.append(f"{rule}: {last:.0f} steps, {idle:.0%} of the slots empty")
+        label(ax, LEFT, y, words[-1], weight="bold")
+        grid(ax, 58, y + 18, [[("", WHITE)] * int(last)] * slots, wide, 28)
+        for slot in range(slots):
+            label(ax, LEFT, y + 32 + 28 * slot, f"slot {slot + 1}")
+        for place in places:
+            width = wide * (place.end - place.begin)
+            box(ax, 58 + wide * place.begin, y + 18 + 28 * place.slot, width, 28, place.name, colors[place.name])
+        for name, at in arrivals.items():
+            if at:
+                link(ax, (58 + wide * at, y + 132), (58 + wide * at, y + 104))
+                label(ax, 65 + wide * at, y + 126, name)
+        label(ax, LEFT, y + 126, "arrives")
+    return finished(picture, f"{len(arrivals)} requests in {slots} slots. {'. '.join(words)}.")
+
+
+class Steps(NamedTuple):
+    """The steps around a late prompt: how prompts are read, (seconds, with a prompt?) of each, and its first token."""
+
+    name: str
+    steps: Sequence[tuple[float, bool]]
+    before: float
+    first_token: float
+
+
+def plot_late_prompt(runs: Sequence[Steps], prompt: int) -> Picture:
+    """Return a drawing of an engine's steps when a prompt of `prompt` tokens arrives, a row for each way to read it.
+
+    `before` is the time from the first step drawn to the arrival, in seconds.
+    """
+    longest = max(sum(seconds for seconds, _ in run.steps) for run in runs)
+    scale = (RIGHT - LEFT) / longest
+    picture, ax = sketch(24 + 96 * len(runs))
+    words = []
+    for number, run in enumerate(runs):
+        y = 16 + 96 * number
+        most = max(seconds for seconds, _ in run.steps)
+        words.append(f"{run.name}: steps of up to {1e3 * most:.0f} ms")
+        label(ax, LEFT, y, words[-1], weight="bold")
+        pieces = [
+            (seconds, f"{1e3 * seconds:.0f}" if reads and seconds * scale > 22 else "", PROMPT if reads else TOKEN)
+            for seconds, reads in run.steps
+        ]
+        strip(ax, LEFT, y + 14, pieces, scale)
+        x = LEFT + run.before * scale
+        link(ax, (x, y + 60), (x, y + 41))
+        label(ax, x + 6, y + 58, f"{prompt:,} tokens arrive, first token after {1e3 * run.first_token:.0f} ms")
+    label(ax, LEFT, 12 + 96 * len(runs), "orange: steps that also read the prompt", color=MUTED)
+    return finished(picture, f"A prompt of {prompt:,} tokens arrives while others decode. {'; '.join(words)}.")
+
+
+def plot_guesses(context: str, guesses: Sequence[str], chances: Sequence[tuple[float, float]], kept: int,
+                 own: str) -> Picture:  # fmt: skip
+    """Return a drawing of one round of speculative decoding.
+
+    Of each guess, (q, p) are its probabilities under the draft and under the model; `kept` guesses are accepted, and
+    `own` is the token that the model adds.
+    """
+    picture, ax = sketch(276)
+    label(ax, LEFT, 14, "the draft guesses four tokens, one after the other", weight="bold")
+    box(ax, LEFT, 28, 72, 28, context, FAINT)
+    for place, (word, pair) in enumerate(zip(guesses, chances, strict=True)):
+        x = 96 + 74 * place
+        box(ax, x, 28, 66, 28, word, TOKEN)
+        link(ax, (x - 12, 42), (x, 42))
+        for y, (name, chance) in zip((70, 124), zip("qp", pair, strict=True), strict=True):
+            label(ax, x + 33, y, f"{name} {chance:.3f}", "center", color=MUTED)
+        color = PALETTE[2] if place < kept else PALETTE[1] if place == kept else WHITE
+        words = f"{min(1, pair[1] / pair[0]):.2f}" if place <= kept else "dropped"
+        box(ax, x, 168, 66, 44, f"{word}\n{words}", color)
+    box(ax, LEFT, 86, 376, 24, "one pass of the model over all of them", FAINT)
+    label(ax, LEFT, 154, "accepted with probability min(1, p / q)", weight="bold")
+    label(ax, LEFT, 232, f"{kept} accepted, then one token of the model", weight="bold")
+    box(ax, LEFT, 244, 200, 26, " ".join([context, *guesses[:kept], own]), PALETTE[2])
+    return finished(picture, f"After {context!r} the draft guesses {', '.join(map(repr, guesses))}; {kept} are accepted, "
+                    f"and the model adds {own!r}.")  # fmt: skip

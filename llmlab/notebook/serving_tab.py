@@ -1,0 +1,133 @@
+"""The calculator's second answer: a model served by an engine, as `lab.serve` predicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ..base.errors import SpecError
+from ..base.units import show_bytes, show_seconds
+from ..hardware.gpu import GPU
+from ..hardware.gpu import gpu as find_gpu
+from ..serving.report import TPOT_INTERVAL, TTFT_INTERVAL, ServingReport, served
+from ..serving.service import CHOICES, HELP, Service
+from ..specs.model import model as find_model
+from .fields import model_of, whole
+
+# The command line's option and the form's field is the number of GPUs.
+DERIVED = ("tp",)
+PARTS = {"weights": "weights", "activations": "activations", "kv_cache": "cache", "workspace": "graphs",
+         "other": "outside"}  # fmt: skip # the form's parts, and Memory's fields
+
+
+def serving_fields() -> list[dict[str, Any]]:
+    """Return the fields of a Service as controls: a choice or a number."""
+    made = []
+    for field in fields(Service):
+        if field.name not in DERIVED:
+            default = "none" if field.default is None else str(field.default)
+            options = CHOICES.get(field.name)
+            kind = {"kind": "choice", "options": list(options)} if options else {"kind": "number"}
+            made.append({"name": field.name, "default": default, "help": HELP[field.name], **kind})
+    return made
+
+
+def service_of(state: Mapping[str, str]) -> Service:
+    """Return the service that the form's values describe."""
+    values: dict[str, Any] = {}
+    for field in fields(Service):
+        text = state.get(field.name)
+        if text is None or field.name in DERIVED:
+            continue
+        if field.name in CHOICES:
+            values[field.name] = text
+        elif text == "none":
+            values[field.name] = None
+        elif isinstance(field.default, float) or field.name == "rate":
+            values[field.name] = _number(field.name, text)
+        else:
+            values[field.name] = whole(field.name, text)
+    return Service(**values, tp=whole("gpus", state["gpus"]))
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise SpecError(f"{name}={text[:40]!r} is not a number") from None
+
+
+def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the page shows of a served model. Raises SpecError for what cannot be served."""
+    source, called = model_of(state["model"])
+    card, service = find_gpu(state["gpu"]), service_of(state)
+    report = served(find_model(source), service, card)
+    memory = report.memory
+    sizes = {part: max(0, getattr(memory, field)) for part, field in PARTS.items()}
+    peak = sum(sizes.values())
+    return {
+        "outcome": report.outcome,
+        "headline": _headline(report),
+        "peak": peak,
+        "capacity": card.memory,
+        "least": peak,
+        "most": peak,
+        "parts": [[part, size, show_bytes(size)] for part, size in sizes.items()],
+        "peak_shown": show_bytes(peak),
+        "seconds": None,
+        "figures": _figures(report),
+        "notes": list(report.notes),
+        "python": _python(called, service, card),
+        "cli": _command(called, service, card),
+        "configs": {},
+        "levers": [],
+        "report": report.to_dict(),
+    }
+
+
+def _headline(report: ServingReport) -> str:
+    memory = report.memory
+    if report.latency is None:
+        missing = show_bytes(memory.per_request - memory.cache)
+        return f"Does not fit: {missing} more are needed on each {report.gpu} for one request."
+    return f"Fits: a cache of {show_bytes(memory.cache)} holds {memory.requests:,} requests, {memory.tokens:,} tokens."
+
+
+def _figures(report: ServingReport) -> list[list[str]]:
+    found = report.latency
+    if found is None:
+        return []
+    rows = []
+    for name, value, far, (low, high) in (
+        ("time to first token", found.ttft, found.ttft_p99, TTFT_INTERVAL),
+        ("time per output token", found.tpot, found.tpot_p99, TPOT_INTERVAL),
+    ):
+        between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
+        rows.append([name, show_seconds(value), f"80 % interval: {between}; 99th percentile {show_seconds(far)}"])
+    rows.append(["output tokens per second", f"{found.tokens_per_second:,.0f}",
+                 f"{report.tokens_per_second_per_gpu:,.0f} per GPU"])  # fmt: skip
+    if report.usd_per_million_output is not None:
+        rows.append(["a million tokens", f"${report.usd_per_million_output:.2f}",
+                     f"of answers; ${report.usd_per_million_input:.3f} of prompts"])  # fmt: skip
+    return rows
+
+
+def _given(service: Service) -> dict[str, Any]:
+    return {
+        field.name: getattr(service, field.name)
+        for field in fields(Service)
+        if getattr(service, field.name) != field.default
+    }
+
+
+def _python(called: str, service: Service, card: GPU) -> str:
+    words = ", ".join(f"{name}={value!r}" for name, value in _given(service).items())
+    call = f'print(lab.serve("{called}", service, "{card.name}"))'
+    return f"import llmlab as lab\n\nservice = lab.Service({words})\n{call}"
+
+
+def _command(called: str, service: Service, card: GPU) -> str:
+    words = [f"llmlab serve {called} --gpu {card.name}"]
+    words += [f"--{name.replace('_', '-')} {value}" for name, value in _given(service).items()]
+    return " ".join(words)
