@@ -125,7 +125,7 @@ def test_kernels_started_from_a_graph_are_faster_and_as_published() -> None:
     run = lab.Inference(prompt_len=5, new_tokens=200)
     first, each = token_seconds(spec, run, rates, eager=False)
     slow_first, slow = token_seconds(spec, run, rates)
-    assert slow > 3 * each and slow_first >= first
+    assert slow > 2.5 * each and slow_first >= first
     assert 1 / each == pytest.approx(figure("gpt-fast-decoding")["Llama-2-7B, bf16"], rel=0.05)
     assert token_seconds(spec, lab.Inference(weights="fp32"), rates) is None
 

@@ -69,6 +69,15 @@ TRANSFORMERS = {
     "fused-norm": Operators(24, 38, 41, 65),
     "layernorm": Operators(19, 21, 31, 43),
 }
+# A block of transformers that generates a token in 16 bits with SDPA and a DynamicCache, which concatenates keys and
+# values; and per token, outside the blocks: embedding, last norm, head, and generate()'s greedy choice and stop test.
+GENERATING = {"rmsnorm": Operators(40, 36, 0, 0), "layernorm": Operators(19, 18, 0, 0)}
+GENERATING_ENDS = {"rmsnorm": Operators(36, 11, 0, 0), "layernorm": Operators(22, 12, 0, 0)}
+GENERATING_NORM = Operators(8, 0, 0, 0)  # another RMSNorm, as of queries and of keys
+# The time of an operator of which autograd records nothing, relative to one in a forward pass of training, from which
+# `dispatch` was derived: 0.7, the median of 16 rounds
+# from 0.5 to 1.2 on a busy machine (benchmarks/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
+UNRECORDED = 0.7
 # Casts: in mixed precision of weights, once; autocast's of inputs and weights too, again in what is computed again.
 MIXED = {"rmsnorm": 18, "fused-norm": 18, "layernorm": 24}
 AUTOCAST = {"rmsnorm": (10, 16), "fused-norm": (14, 20), "layernorm": (12, 16)}
@@ -294,6 +303,13 @@ def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom
     passes = run.accumulation * seconds / run.pp + adding
     return passes + hook_seconds(spec, run, host) + python_seconds(spec, run)
+
+
+def generation_host_seconds(spec: ModelSpec, host: Efficiency) -> float:
+    """Return the seconds that the CPU needs to launch one token of transformers' generate()."""
+    norms = spec.norms_per_layer - 2 + 2 * spec.qk_norm if spec.norm == "rmsnorm" else 0
+    block = GENERATING[spec.norm].plus(GENERATING_NORM.times(norms))
+    return UNRECORDED * block.times(spec.layers).plus(GENERATING_ENDS[spec.norm]).seconds(host)
 
 
 @lru_cache(maxsize=256)

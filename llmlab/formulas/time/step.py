@@ -35,13 +35,12 @@ from ..memory.temporaries import loss_chunk
 from .efficiency import Efficiency, efficiency
 from .elementwise import OWN_LOGITS, moved
 from .flops import flops, head_sizes
-from .host import host_seconds, small_kernels, update_host_seconds
+from .host import generation_host_seconds, host_seconds, small_kernels, update_host_seconds
 from .kernels import Kernels, kernels
 from .offload import waiting
 from .products import Product, gradients_of_first_block, multiplied_wide, products
 from .roofline import decode_pass, prefill_pass
 
-GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that generates, each with a view
 # torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
 # sqrt 2, div 2, add 2, addcdiv 4), where one kernel has 7.
 FOREACH = 3
@@ -419,14 +418,14 @@ def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:
     """Return the seconds to the first token (prefill) and from one to the next (decode, in the generation's middle).
 
-    Each pass is on the roofline of these rates or, `eager`, takes as long as the CPU does to start its kernels, and
-    expands latents as transformers does; False is for an engine that starts kernels from a CUDA graph. None where the
-    rate of the run's dtype was never measured.
+    Each pass takes as long as the roofline of these rates says or, if `eager`, as long as the CPU needs to launch its
+    kernels, whichever is longer; `eager` also expands latents as transformers does. False is for an engine that
+    launches kernels from a CUDA graph. Returns None if the rate of the run's dtype was never measured.
     """
     rate = rates.matmul.get(peak_dtype(run))
     if rate is None:
         return None
-    host = GENERATING[spec.norm] * spec.layers * (rates.dispatch + rates.view) if eager else 0.0
+    host = generation_host_seconds(spec, rates) if eager else 0.0
     passes = prefill_pass(spec, run), decode_pass(spec, run, absorbed=not eager)
     first, each = (one.seconds(rate, rates.bandwidth) for one in passes)
     return max(first, host), max(each, host)
