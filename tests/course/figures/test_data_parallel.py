@@ -1,5 +1,7 @@
 """The drawings on data parallelism show the numbers that they are given."""
 
+from itertools import pairwise
+
 import pytest
 
 from llmlab.course.figures.data_parallel import (
@@ -20,8 +22,9 @@ def test_a_ring_sums_one_chunk_on_each_rank_and_then_copies_it(ranks):
     assert [row.index(ranks) for row in scattered] == list(range(ranks))
     assert all(row.count(ranks) == 1 for row in scattered)
     assert states[-1] == [[ranks] * ranks] * ranks
-    for before, after in zip(states, states[1:], strict=False):  # each rank receives one chunk
-        assert [sum(a != b for a, b in zip(*rows, strict=True)) for rows in zip(before, after, strict=True)] == [1] * ranks
+    for before, after in pairwise(states):
+        changed = [sum(a != b for a, b in zip(*rows, strict=True)) for rows in zip(before, after, strict=True)]
+        assert changed == [1] * ranks  # each rank receives one chunk
 
 
 def test_the_ring_is_drawn():
