@@ -115,7 +115,7 @@ unit: env ## unit tests, doctests, and that texts and notebooks agree
 	    tests llmlab --doctest-modules --ignore tests/book/test_browser.py --ignore tests/book/test_site.py
 
 nbval: env ## run every notebook again and compare every output with the one that is there
-	@$(STAGE) $@ -- $(call processor,$(NBVAL_ISA)) $(NBVAL) $(TIMES) --nbval book
+	@$(STAGE) $@ -- $(call processor,$(NBVAL_ISA)) $(NBVAL) $(TIMES) --nbval book --ignore book/yours
 
 browser: env ## read every built page, and open it in headless Chromium
 	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 2 --dist loadgroup $(TIMES) tests/book/test_site.py tests/book/test_browser.py

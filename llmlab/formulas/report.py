@@ -189,9 +189,11 @@ _KINDS: dict[tuple[object, ...], GPU] = {}  # the first card that was asked for 
 def _alike(card: GPU, run: Training) -> GPU:
     """Return the first card on which a step takes as many bytes as on `card`: these are all that formulas/memory reads
     of one."""
-    kind: tuple[object, ...] = card.cublas_workspace, card.supports_flash_attention_2, card.prefers_cudnn_attention
+    kind: tuple[object, ...] = (
+        card.cublas_workspace, card.supports_flash_attention_2, card.prefers_cudnn_attention, card.compute_capability,
+    )  # fmt: skip
     if stack_of(run).own_kernels:
-        kind = (*kind, card.compute_capability, card.sms)
+        kind = (*kind, card.sms)
     return _KINDS.setdefault(kind, card)
 
 

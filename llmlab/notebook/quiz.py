@@ -26,26 +26,42 @@ def check_answer(answer: float | None, truth: float, unit: str, tolerance: float
     return right
 
 
-def check_function(function: Callable[..., object], facts: Mapping[str, Callable[..., object]]) -> bool:
-    """Print which `facts` hold of a reader's `function`, and return whether all do; it never raises.
+Facts = Mapping[str, Callable[..., object]]  # what must hold of a function, and whether it does
 
-    A fact's key says what must hold; its value takes the function and returns whether it does. A stub that raises
-    NotImplementedError is asked for.
+
+def broken(function: Callable[..., object], facts: Facts) -> dict[str, str]:
+    """Return the `facts` that do not hold of a reader's `function`, each with the reason; {} if all hold.
+
+    A fact's key says what must hold; its value takes the function and returns whether it does. A stub raises
+    NotImplementedError, which is passed on.
     """
-    held = {}
+    reasons = {}
     for fact, holds in facts.items():
         try:
-            held[fact] = "" if holds(function) else "does not hold"
+            if not holds(function):
+                reasons[fact] = "does not hold"
         except NotImplementedError:
-            print(f"Your turn: write {function.__name__}, and run its cell and this one again.")
-            return False
+            raise
         except Exception as error:  # the reader's code may raise anything
-            held[fact] = f"{type(error).__name__}: {error}"
-    if not any(held.values()):
-        print(f"Right: {', '.join(held)}.")
+            reasons[fact] = f"{type(error).__name__}: {error}"
+    return reasons
+
+
+def check_function(function: Callable[..., object], facts: Facts) -> bool:
+    """Print which `facts` hold of a reader's `function`, and return whether all do; it never raises.
+
+    A stub that raises NotImplementedError is asked for.
+    """
+    try:
+        reasons = broken(function, facts)
+    except NotImplementedError:
+        print(f"Your turn: write {function.__name__}, and run its cell and this one again.")
+        return False
+    if not reasons:
+        print(f"Right: {', '.join(facts)}.")
     else:
-        print("Not yet:", *(f"- {fact}: {why or 'holds'}" for fact, why in held.items()), sep="\n")
-    return not any(held.values())
+        print("Not yet:", *(f"- {fact}: {reasons.get(fact, 'holds')}" for fact in facts), sep="\n")
+    return not reasons
 
 
 def show_prediction(prediction: float | None, result: float, unit: str) -> None:

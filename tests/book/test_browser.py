@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "_build" / "html"
 SCREENSHOTS = ROOT / "_build" / "screenshots"
 MOVED = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["sphinx"]["config"]["html_context"]["moved"]
-BUILT = {path.relative_to(SITE).as_posix() for path in SITE.glob("book/*.html")}
+BUILT = {path.relative_to(SITE).as_posix() for path in SITE.glob("book/**/*.html")}
 PAGES = sorted(BUILT - {f"{old}.html" for old in MOVED})
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = [
@@ -284,10 +284,10 @@ def test_a_notebook_page_opens_in_colab_and_is_edited_as_text(page, site):
     assert page.locator(f"a[href='https://github.com/{repository}/edit/main/book/gpu-table.md']").count()
 
 
-def test_the_cheat_sheet_is_one_sheet_of_paper(page, site):
+def test_the_cheat_sheet_is_the_two_sides_of_one_sheet_of_paper(page, site):
     visit(page, site, "book/cheat-sheet.html")
     printed = page.pdf(prefer_css_page_size=True)
-    assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 2
     box = re.search(rb"/MediaBox \[0 0 ([\d.]+) ([\d.]+)", printed)
     assert [round(float(side) * 25.4 / 72) for side in box.groups()] == [210, 297]  # mm: A4
 

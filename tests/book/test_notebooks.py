@@ -122,7 +122,7 @@ def test_the_site_is_rendered_from_the_notebooks():
 def test_every_page_is_in_the_table_of_contents():
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
     listed = [toc["root"]] + [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
-    assert sorted(listed) == sorted({f"book/{path.stem}" for path in BOOK.glob("*.md")})
+    assert sorted(listed) == sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in BOOK.rglob("*.md"))
 
 
 def test_a_page_that_moved_forwards_to_one_that_is_there():

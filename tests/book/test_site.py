@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "_build" / "html"
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
 MOVED = {f"{old}.html" for old in CONFIG["sphinx"]["config"]["html_context"]["moved"]}
-PAGES = sorted({path.relative_to(SITE).as_posix() for path in SITE.glob("book/*.html")} - MOVED)
+PAGES = sorted({path.relative_to(SITE).as_posix() for path in SITE.glob("book/**/*.html")} - MOVED)
 ADDRESS = CONFIG["html"]["baseurl"]
 
 

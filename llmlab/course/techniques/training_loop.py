@@ -53,7 +53,7 @@ class Recipe:
     micro_batch: int = 4  # sequences per step
     seq_len: int = 128  # tokens per sequence
     learning_rate: float = 2e-3  # the highest, reached after the warm-up
-    warmup: int = 30  # steps: Adam's second moments are rough estimates at first
+    warmup: int = 30  # steps: small first updates, which permit a larger peak
     final: float = 0.1  # fraction of learning_rate at which the cosine ends
     weight_decay: float = 0.1
     clip: float = 1.0  # largest joint norm of all gradients

@@ -319,7 +319,7 @@ def test_warmup_stable_decay_is_transformers(least):
 
 
 def test_adams_first_step_is_the_learning_rate_for_every_weight():
-    """m̂ / √v̂ = g / |g| at t = 1: so Adam needs a warm-up, and the scale of the loss does not matter."""
+    """m̂ / √v̂ = g / |g| at t = 1, so the scale of the loss does not matter."""
     w = nn.Parameter(torch.zeros(3))
     w.grad = torch.tensor([1e-4, -1.0, 1e3])
     scratch.Adam([w], lr=0.5).step()

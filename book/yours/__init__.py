@@ -1,0 +1,1 @@
+"""Your GPT, and the trainer that grows with the book: see README.md."""

@@ -1,0 +1,53 @@
+"""Small models of yours, texts to train them on, and the gradients of an update."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import parameters_to_vector
+from yours import trainer
+from yours.gpt import GPT, Llama, initialize
+
+V = 512
+LENGTHS = [64, 40, 8, 33, 64, 5, 50]
+
+
+def small_gpt():
+    torch.manual_seed(0)
+    return initialize(GPT(V, h=64, L=4, a=4, positions=64))
+
+
+def small_llama():
+    torch.manual_seed(0)
+    return initialize(Llama(V, h=64, L=4, a=4, k=2, f=96))
+
+
+def texts(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(V, (length,), generator=generator) for length in lengths]
+
+
+def padded(sequences):
+    ids, labels = (
+        torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value) for value in (0, -100)
+    )
+    return ids, labels
+
+
+def plain_gradient(sequences, model=None):
+    """Return the gradient of one batch of all sequences, by the plain loss of chapter 1."""
+    model, (ids, labels) = model or small_gpt(), padded(sequences)
+    F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    return parameters_to_vector([weight.grad for weight in model.parameters()])
+
+
+def moved(batches, model=None, limit=math.inf, **options):
+    """Return how far one update of yours moves the weights. Under SGD with a rate of 1, that is the gradient."""
+    model = model or small_gpt()
+    before = parameters_to_vector(model.parameters()).detach()
+    trainer.update(model, batches, torch.optim.SGD(model.parameters(), lr=1.0), limit=limit, **options)
+    return before - parameters_to_vector(model.parameters()).detach()
+
+
+def error(one, other):
+    return ((one - other).norm() / other.norm()).item()
