@@ -54,14 +54,17 @@ def error(one, other):
     return ((one - other).norm() / other.norm()).item()
 
 
-def update_of_a_rank(lengths, parts):
-    """Run in each rank: return how far one update of yours moves the weights, from this rank's share of the texts.
+def updates_of_a_rank(lengths, parts):
+    """Run in each rank: return how far an update of yours moves the weights, from this rank's share of the texts.
 
-    The share is processed in `parts` micro-batches. Only the update of all ranks together has the same gradients
-    as a single process.
+    There is one update for each number of micro-batches in `parts`. If the gradients of the ranks are averaged, it
+    is the update of a single process that trains on all texts.
     """
     rank, dp, everyone = dist.get_rank(), dist.get_world_size(), texts(lengths)
     mine = [everyone[number] for number in ddp.share(len(everyone), rank, dp, epoch=0)]
-    model, size = small_gpt(), len(mine) // parts
-    ddp.average_in_backward(list(model.parameters()), dp, dist.all_reduce, 100_000)
-    return moved([padded(mine[n : n + size]) for n in range(0, len(mine), size)], model).tolist()
+    updates = []
+    for number in parts:
+        model, size = small_gpt(), len(mine) // number
+        ddp.average_in_backward(list(model.parameters()), dp, dist.all_reduce, 100_000)
+        updates.append(moved([padded(mine[n : n + size]) for n in range(0, len(mine), size)], model).tolist())
+    return updates
