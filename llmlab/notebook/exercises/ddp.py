@@ -13,8 +13,8 @@ from torch.utils.data import DistributedSampler
 def _averaged(
     function: Callable[..., Any], shapes: tuple, bucket_bytes: int, passes: int = 1
 ) -> tuple[list[nn.Parameter], list[tuple[int, int]]]:
-    """Return the parameters after backward passes on rank 0 of three, and its messages, as pairs: elements, and how many
-    parameters had a gradient at that moment.
+    """Return the parameters after backward passes on rank 0 of three, and its messages as pairs: elements, and how
+    many parameters had a gradient at that moment.
 
     The backward pass reaches the last parameter first. The gradients of rank 0 are 1 / elements, and those of the other
     ranks are 2 and 3 times as large.
