@@ -47,3 +47,17 @@ def gaps(kernels):
 
 def share_of(calls, part, text):
     raise NotImplementedError
+
+
+# ---- chapter 11
+
+
+def averaged_at(gradients, bucket_bytes, latency, beta):
+    """Return the second at which all gradients are averaged.
+
+    `gradients` are pairs (second at which it is complete, bytes), in the order of the
+    backward pass. A bucket takes gradients while it has at most `bucket_bytes` bytes. Its
+    message takes latency + bytes / beta seconds. It starts when the bucket is complete and
+    the link is free.
+    """
+    raise NotImplementedError

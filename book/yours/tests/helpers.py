@@ -3,9 +3,10 @@
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector
-from yours import trainer
+from yours import ddp, trainer
 from yours.gpt import GPT, Llama, initialize
 
 V = 512
@@ -51,3 +52,19 @@ def moved(batches, model=None, limit=math.inf, **options):
 
 def error(one, other):
     return ((one - other).norm() / other.norm()).item()
+
+
+def updates_of_a_rank(lengths, parts):
+    """Run in each rank: return how far an update of yours moves the weights, from this rank's share of the texts.
+
+    There is one update for each number of micro-batches in `parts`. If the gradients of the ranks are averaged, it
+    is the update of a single process that trains on all texts.
+    """
+    rank, dp, everyone = dist.get_rank(), dist.get_world_size(), texts(lengths)
+    mine = [everyone[number] for number in ddp.share(len(everyone), rank, dp, epoch=0)]
+    updates = []
+    for number in parts:
+        model, size = small_gpt(), len(mine) // number
+        ddp.average_in_backward(list(model.parameters()), dp, dist.all_reduce, 100_000)
+        updates.append(moved([padded(mine[n : n + size]) for n in range(0, len(mine), size)], model).tolist())
+    return updates

@@ -1,4 +1,4 @@
-"""What a chapter and its tests run in real processes: every way of averaging gradients beside one process and DDP."""
+"""Every way of averaging gradients, in real processes, compared with a single process and with torch's DDP."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """Return the distance of two gradients, of the second one's norm."""
+    """Return the norm of the difference of two gradients, divided by the norm of the second."""
     return ((one - other).norm() / other.norm()).item()
 
 
 def hook_the_parameter(model: nn.Module) -> None:
-    """A mistake that teaching code has: the hook is handed the parameter, and that, not its gradient, is averaged."""
+    """Average the parameter that the hook receives, instead of its gradient: a mistake found in teaching code."""
 
     def average(parameter: nn.Parameter) -> None:
         dist.all_reduce(parameter.data)
@@ -128,7 +128,7 @@ def train_wrongly(sequences: int, steps: int) -> dict[str, list[float]]:
 
 
 def chapter(sequences: int, elements: int, sizes: list[int]) -> dict:
-    """All that the data-parallel page runs, in one launch: processes take longer to start than to do this."""
+    """Run all experiments of the page in one launch, because processes take longer to start than to run them."""
     return {
         "collectives": run_all(),
         "ring": ring_all_reduce(torch.ones(elements)),  # the bytes it sends to sum fp32 numbers

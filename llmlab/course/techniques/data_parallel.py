@@ -1,11 +1,12 @@
-"""Data parallelism from scratch: every rank has the model and a share of the batch; gradients are averaged.
+"""Data parallelism from scratch: each rank has a copy of the model and a share of the batch; gradients are averaged.
 
     python -m llmlab.course.experiments data_parallel --ranks 2 --steps 20 --engine scratch --method buckets --json
 
-Three ways to average, each with less waiting than the one before: after backward (`average_gradients`), parameter by
-parameter during backward (`Overlapped` with bucket_bytes=0), and in buckets (`Overlapped`), as torch's DDP does.
+There are three ways to average, and each waits less than the one before: after the backward pass
+(`average_gradients`), during the backward pass parameter by parameter (`Overlapped` with bucket_bytes=0), and during it
+in buckets (`Overlapped`), as torch's DDP does.
 
-    N  ranks      P  elements of a flat tensor, which has N chunks: chunk r belongs to rank r
+    dp  ranks      n  elements of a flat tensor. It consists of dp chunks, and chunk r belongs to rank r.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ METHODS = ("naive", "hooks", "buckets")
 
 
 def pass_on(outgoing: Tensor, arriving: Tensor) -> list[dist.Work]:
-    """Start to send `outgoing` to the next rank and to fill `arriving` from the previous; return what to wait for."""
+    """Start to send `outgoing` to the next rank and receive `arriving` from the previous one; return the requests."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     requests = (dist.isend(outgoing, (rank + 1) % ranks), dist.irecv(arriving, (rank - 1) % ranks))
-    return [request for request in requests if request is not None]  # it is None on ranks outside the group
+    return [request for request in requests if request is not None]  # None on ranks outside the group
 
 
-def _around(flat: Tensor, first: int, arrive: Callable[[Tensor, Tensor], Tensor]) -> int:
-    """Send chunk `first` of `flat`, (P,), then each time the chunk that arrived last, N - 1 in all; return the bytes.
+def _around(flat: Tensor, first: int, combine: Callable[[Tensor, Tensor], Tensor]) -> int:
+    """Send chunk `first` of `flat`, (n,), then dp - 2 times the chunk that has just arrived; return the bytes sent.
 
-    `arrive` puts what arrives into this rank's own chunk, in place.
+    `combine` adds or copies the arriving chunk into this rank's own chunk, in place.
     """
     ranks = dist.get_world_size()
     chunks, sent = flat.tensor_split(ranks), 0
@@ -45,28 +46,28 @@ def _around(flat: Tensor, first: int, arrive: Callable[[Tensor, Tensor], Tensor]
         arriving = torch.empty_like(own)
         for request in pass_on(outgoing, arriving):
             request.wait()
-        arrive(own, arriving)
+        combine(own, arriving)
         sent += outgoing.nbytes
     return sent
 
 
 def ring_reduce_scatter(flat: Tensor) -> int:
-    """Sum `flat`, (P,), over ranks in place: chunk r is complete on rank r, and its other chunks are partial sums.
+    """Sum `flat`, (n,), over ranks in place: chunk r is then complete on rank r, and its other chunks are partial sums.
 
-    Returns the bytes that this rank sent: N - 1 chunks, so (N - 1) / N of the tensor's bytes.
+    Returns the bytes that this rank sent, which are dp - 1 chunks, or (dp - 1) / dp of the tensor.
     """
     return _around(flat, dist.get_rank() - 1, Tensor.add_)
 
 
 def ring_all_gather(flat: Tensor) -> int:
-    """Fill `flat`, (P,), in place with the chunks of all ranks. Returns the bytes sent: (N - 1) / N of the tensor's."""
+    """Fill `flat`, (n,), in place with the chunks of all ranks; return the bytes sent, (dp - 1) / dp of the tensor."""
     return _around(flat, dist.get_rank(), Tensor.copy_)
 
 
 def ring_all_reduce(flat: Tensor) -> int:
-    """Sum `flat`, (P,), over ranks in place. Returns the bytes that this rank sent: 2 (N - 1) / N of the tensor's.
+    """Sum `flat`, (n,), over ranks in place; return the bytes that this rank sent, 2 (dp - 1) / dp of the tensor.
 
-    No algorithm needs less (Patarasuk and Yuan 2009, theorem 1), and it is less than twice the tensor for any N.
+    If ranks do the sums, no algorithm sends less (Patarasuk and Yuan 2009, theorem 1).
     """
     return ring_reduce_scatter(flat) + ring_all_gather(flat)
 
@@ -91,9 +92,9 @@ def same_model(model: nn.Module) -> None:
 
 
 def average_gradients(model: nn.Module) -> int:
-    """Replace every gradient by its mean over ranks, one all-reduce after another; call it after backward.
+    """Replace every gradient by its mean over ranks, one all-reduce after the other; return the bytes sent.
 
-    The naive way: links are idle during backward, and cores during communication. Returns the bytes sent.
+    Call it after the backward pass. The links are then idle during the backward pass, and the GPU during communication.
     """
     sent = 0
     for parameter in model.parameters():
@@ -106,12 +107,12 @@ def average_gradients(model: nn.Module) -> int:
 
 
 class Overlapped:
-    """Averages gradients during backward: the all-reduce of a bucket starts as soon as its gradients are complete.
+    """Average gradients during the backward pass: the all-reduce of a bucket starts when its gradients are complete.
 
-    Buckets are in reverse order, because backward reaches the last layer first. `bucket_bytes` is the largest size of
-    a bucket; 0 sends each parameter separately. Inside a bucket, parameters are in the model's order, as in DDP's first
-    backward: with three or more ranks, an element's position decides the order of its sum over ranks, and so its last
-    bit. Call `wait()` between backward and the optimizer's step. `messages` counts all-reduces.
+    The last layer comes first, because the backward pass reaches it first. `bucket_bytes` is the largest size of a
+    bucket; 0 sends each parameter separately. Inside a bucket, parameters are in the model's order, as in DDP's first
+    backward pass: with three or more ranks, the position of an element decides in which order ranks are added, which
+    changes its last bit. Call `wait()` between the backward pass and the update. `messages` counts all-reduces.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -125,7 +126,7 @@ class Overlapped:
         self.pending: list[tuple[int, Tensor, dist.Work]] = []
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
-                # This hook runs once .grad has the whole gradient; one on the tensor itself would run before the sum.
+                # This hook runs when .grad is complete. A hook on the tensor itself would run before the accumulation.
                 parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
 
     def _arrived(self, index: int, parameter: nn.Parameter) -> None:
@@ -133,15 +134,15 @@ class Overlapped:
             return
         self.missing[index].discard(parameter)
         if not self.missing[index]:
-            # Send the gradient, not the parameter that the hook receives: parameters are equal on all ranks, so their
-            # average would raise no error and change nothing.
+            # Send the gradient, not the parameter that the hook receives. Parameters are equal on all ranks, so
+            # averaging them would raise no error and change nothing.
             flat = flat_gradients(self.buckets[index])  # (elements of the bucket,)
             flat.mul_(1 / dist.get_world_size())  # before the sum, as DDP does: the sum could overflow in fp16
             self.pending.append((index, flat, dist.all_reduce(flat, async_op=True)))
             self.messages += 1
 
     def wait(self) -> None:
-        """Write the averages into .grad; raise RuntimeError for parameters that backward did not reach."""
+        """Copy the averages into .grad; raise RuntimeError for parameters that the backward pass did not reach."""
         if absent := [self.names[p] for missing in self.missing for p in missing]:
             raise RuntimeError(f"no gradient for {', '.join(sorted(absent))}: is it used in the loss?")
         for index, flat, request in self.pending:
@@ -155,7 +156,7 @@ class Overlapped:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication, for all micro-batches of a step but the last."""
+        """Accumulate gradients without communication, for all micro-batches of a step except the last."""
         self.sync = False
         try:
             yield
@@ -164,7 +165,7 @@ class Overlapped:
 
 
 def buckets(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Split a list of parameters into runs of one dtype and at most `most` bytes; a larger one gets its own run."""
+    """Split parameters into runs of one dtype and at most `most` bytes; a larger parameter gets a run of its own."""
     runs: list[list[nn.Parameter]] = []
     for parameter in parameters:
         last = runs[-1] if runs else []
@@ -175,7 +176,7 @@ def buckets(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the gradients of `parameters` as one flat tensor, (P,); RuntimeError if backward did not reach one."""
+    """Return the gradients of `parameters` as one flat tensor, (n,); raise RuntimeError if one has no gradient."""
     gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
     if len(gradients) < len(parameters):
         absent = [tuple(p.shape) for p in parameters if p.grad is None]
@@ -186,9 +187,9 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
 def spread(model: nn.Module) -> float:
     """Return the largest difference of a gradient's element between any rank and rank 0: 0.0 if they are averaged.
 
-    The losses do not reveal a synchronisation that does nothing, because training on each rank's own gradients works.
+    The loss does not reveal missing averages, because each rank can train on its own gradients.
     """
-    flat = flat_gradients([p for p in model.parameters() if p.requires_grad])  # (P,)
+    flat = flat_gradients([p for p in model.parameters() if p.requires_grad])  # (n,)
     theirs = flat.clone()
     dist.broadcast(theirs, src=0)
     worst = (flat - theirs).abs().max()

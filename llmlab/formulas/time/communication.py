@@ -37,7 +37,8 @@ def bytes_sent(collective: str, size: int, ranks: int) -> float:
 
     All-reduce sends each byte (N - 1) / N times to be summed and as often to be spread (Patarasuk and Yuan 2009,
     theorem 1). Broadcast and reduce pass the tensor on, all ranks but one. Where a switch adds, a rank sends and
-    receives each byte once, `size`; bus bandwidth is a ring's bytes over the time all the same, as nccl-tests have it.
+    receives (1 + 1 / N) `size`: the switch reads all chunks of a rank, and the rank sends the sum of its own chunk to
+    all others (NCCL issue 2140). nccl-tests compute the bus bandwidth from the bytes of a ring all the same.
 
     >>> bytes_sent("all-reduce", 1000, 4)
     1500.0

@@ -45,3 +45,16 @@ share_of = {
     "a call inside a matching call counts once": lambda f: f(_calls, "optimizer", "copy") == 0.4,
     "no matching call": lambda f: f(_calls, "optimizer", "mm") == 0,
 }
+
+_four = [(second, 10) for second in (1, 2, 3, 4)]
+_many = [(second, 1) for second in range(1, 101)]  # as fast as the link sends
+
+averaged_at = {
+    "one bucket waits for the whole backward pass": lambda f: f(_four, 40, latency=1, beta=10) == 4 + 1 + 4,
+    "the second of two buckets waits for the first": lambda f: f(_four, 20, latency=1, beta=10) == 2 + 3 + 3,
+    "an idle link waits for the gradient": lambda f: f([(1, 10), (9, 10)], 10, latency=1, beta=10) == 9 + 2,
+    "a large gradient travels alone": lambda f: f([(1, 5), (2, 50), (3, 5)], 10, latency=0, beta=5) == 2 + 10 + 1,
+    "buckets of 10 beat 1 and 100": (
+        lambda f: min((1, 10, 100), key=lambda size: f(_many, size, latency=3, beta=1)) == 10
+    ),
+}
