@@ -120,7 +120,7 @@ export function calculator(root, form, ask, { start = {}, changed = () => {}, bo
     const folded = rest.some((f) => valueOf(f.name) !== f.default);
     const kinds = ["training", "serving", "planning"].map((kind) => {
       const radio = h("input", { type: "radio", name: "llmlab-kind", value: kind, id: `llmlab-kind-${kind}`,
-        onchange: () => { set({ kind }); draw(); if (planning()) update(); controls.querySelector(`#llmlab-kind-${kind}`).focus(); } });
+        onchange: () => { last = null; set({ kind }); draw(); if (planning()) update(); controls.querySelector(`#llmlab-kind-${kind}`).focus(); } });
       radio.checked = state.kind === kind;
       return h("span", {}, radio, h("label", { for: radio.id }, kind));
     });
