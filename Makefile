@@ -155,6 +155,7 @@ benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead,
 	$(BIN)/python benchmarks/throughput.py --out benchmarks/results
 	$(BIN)/python benchmarks/measured.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results
+	$(BIN)/python benchmarks/serving.py --out benchmarks/results
 	$(BIN)/python benchmarks/calculator.py --out benchmarks/results
 	$(BIN)/python benchmarks/many_gpus.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results

@@ -1,7 +1,7 @@
 """lab.serve against deployments that others measured: latency, throughput, and which deployment is the best.
 
-    python benchmarks/serving.py            # writes results/serving.md; 10 minutes
-    python benchmarks/serving.py --every 8  # a sample
+    python benchmarks/serving.py --out benchmarks/results  # 10 minutes
+    python benchmarks/serving.py --every 8                 # a sample
 
 serving.csv has 2,256 deployments: InferenceX's runs as exported in ai-dynamo/aiconfigurator (Apache-2.0), and the
 ML.ENERGY leaderboard's. It is half of them, drawn by (source, model, GPU). The rule that maps a row to a Service was
@@ -31,16 +31,15 @@ from pathlib import Path
 from statistics import median
 
 import click
+from provenance import provenance, write
 
 import llmlab as lab
 from llmlab.base.errors import SpecError, UnknownName
 from llmlab.hardware.gpu import GPU
-from llmlab.hardware.this_machine import host
 from llmlab.serving.step import Step, step_seconds
 from llmlab.specs.model import ModelSpec
 
 FILE = Path(__file__).with_suffix(".csv")
-RESULTS = Path(__file__).with_name("results") / "serving.md"
 FITTED = 8
 WEIGHTS = {"bfloat16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "int4": "gptq", "int4_wo": "gptq",
            "nvfp4": "nvfp4", "fp4": "nvfp4", "mxfp4": "mxfp4"}  # fmt: skip
@@ -185,8 +184,9 @@ def ranked(rows: Sequence[Row]) -> tuple[int, int]:
 
 @click.command()
 @click.option("--every", default=1, help="Compare every n-th row.")
-def main(every: int) -> None:
-    """Compare and write results/serving.md."""
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write serving.md into this folder.")
+def main(every: int, out: Path | None) -> None:
+    """Compare lab.serve with deployments that others measured."""
     from llmlab.serving.report import TPOT_INTERVAL, TTFT_INTERVAL
 
     rows: list[Row] = []
@@ -215,10 +215,11 @@ def main(every: int) -> None:
               f"{groups} groups (same model, GPU and lengths; four deployments or more).",
               f"- Fitted on {sum(row.fitted for row in rows)} rows, which are not among the above."]  # fmt: skip
     lines += [f"- Left out: {count} rows, {why}." for why, count in sorted(without.items())]
-    print("\n".join(lines))
-    if every == 1:
-        title = "**lab.serve beside deployments that others measured**"
-        RESULTS.write_text("\n".join([title, "", *lines, "", str(host()), ""]), encoding="utf-8")
+    title = "**lab.serve beside deployments that others measured**"
+    text = "\n".join([title, "", *lines, "", provenance("llmlab")])
+    print(text)
+    if out:
+        write(out / "serving.md", text)
 
 
 if __name__ == "__main__":
