@@ -161,12 +161,12 @@ def line(words: str, ratios: Sequence[float], interval: tuple[float, float] | No
     off = sorted(abs(ratio - 1) for ratio in ratios)
     ranked = sorted(ratios)
     inside = sum(x <= 0.35 for x in off) / len(off)
-    held = ""
+    covered = ""
     if interval:
-        held = f"{sum(interval[0] <= 1 / ratio <= interval[1] for ratio in ratios) / len(off):.0%}"
+        covered = f"{sum(interval[0] <= 1 / ratio <= interval[1] for ratio in ratios) / len(off):.0%}"
     low, middle, high = (ranked[int(share * (len(ranked) - 1))] for share in (0.1, 0.5, 0.9))
     errors = f"{len(off)} | {median(off):.1%} | {inside:.0%}"
-    return f"| {words} | {errors} | {low:.2f} | {middle:.2f} | {high:.2f} | {held} |"
+    return f"| {words} | {errors} | {low:.2f} | {middle:.2f} | {high:.2f} | {covered} |"
 
 
 def ranked(rows: Sequence[Row]) -> tuple[int, int]:
@@ -196,21 +196,21 @@ def main(every: int, out: Path | None) -> None:
             without[row] += 1
         else:
             rows.append(row)
-    held = [row for row in rows if row.source == "InferenceX" and not row.fitted]
+    others = [row for row in rows if row.source == "InferenceX" and not row.fitted]
     energy = [row for row in rows if row.source != "InferenceX"]
     titles = ("predicted / measured", "rows", "off at the median", "within 35 %", "10 %", "median", "90 %",
               "inside the interval")  # fmt: skip
     lines = [f"| {' | '.join(titles)} |", "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
-    lines.append(line("time per output token", [r.predicted_tpot / r.tpot for r in held], TPOT_INTERVAL))
-    lines.append(line("time to the first token", [r.predicted_ttft / r.ttft for r in held], TTFT_INTERVAL))
-    lines.append(line("output tokens per second per GPU", [r.predicted_rate / r.rate for r in held]))
+    lines.append(line("time per output token", [r.predicted_tpot / r.tpot for r in others], TPOT_INTERVAL))
+    lines.append(line("time to the first token", [r.predicted_ttft / r.ttft for r in others], TTFT_INTERVAL))
+    lines.append(line("output tokens per second per GPU", [r.predicted_rate / r.rate for r in others]))
     if energy:
         lines.append(line("ML.ENERGY: time between tokens", [r.predicted_tpot / r.tpot for r in energy]))
     for key in ("engine", "gpu", "model"):
-        for value in sorted({getattr(row, key) for row in held}):
-            ratios = [row.predicted_tpot / row.tpot for row in held if getattr(row, key) == value]
+        for value in sorted({getattr(row, key) for row in others}):
+            ratios = [row.predicted_tpot / row.tpot for row in others if getattr(row, key) == value]
             lines.append(line(f"time per output token, {value}", ratios))
-    right, groups = ranked(held)
+    right, groups = ranked(others)
     lines += ["", f"- The fastest deployment of a model on a GPU is among the first two predicted in {right} of "
               f"{groups} groups (same model, GPU and lengths; four deployments or more).",
               f"- Fitted on {sum(row.fitted for row in rows)} rows, which are not among the above."]  # fmt: skip
