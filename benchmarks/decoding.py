@@ -60,8 +60,8 @@ def main() -> int:
     rows, ratio, same = measure(given.prompt)
     lines = table(HEADER, rows)
     texts = "All rows generated the same text." if same else "The rows generated different texts."
-    said = f"{LENGTH - given.prompt} tokens after a prompt of {given.prompt}. {texts}"
-    text = "\n".join([*lines, "", f"{said} {provenance('llmlab', 'torch')}"])
+    summary = f"{LENGTH - given.prompt} tokens after a prompt of {given.prompt}. {texts}"
+    text = "\n".join([*lines, "", f"{summary} {provenance('llmlab', 'torch')}"])
     print(text)
     if given.out:
         write(given.out / "decoding.md", text)

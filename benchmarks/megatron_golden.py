@@ -50,16 +50,16 @@ def main(out: Path | None) -> None:
         if simulations:
             errors.append(abs(simulations[1] / peak - 1))
             apart.append(abs(estimates[1] / simulations[1] - 1))
-    said = f"The error of the peaks is {median(errors):.2%} at the median and {max(errors):.2%} at most."
-    said += f" Estimates differ from simulations by at most {max(apart):.2%}." if apart else ""
-    said += " Transformer Engine's kernels (TE) run only on a GPU, so its rows have no simulation (—)."
+    summary = f"The error of the peaks is {median(errors):.2%} at the median and {max(errors):.2%} at most."
+    summary += f" Estimates differ from simulations by at most {max(apart):.2%}." if apart else ""
+    summary += " Transformer Engine's kernels (TE) run only on a GPU, so its rows have no simulation (—)."
     nemo = []
     for name in megatron_runs.RECIPES:
         held, reserved, stays, peak = megatron_runs.recipe(name)
         sizes = f"{held / MiB:,.0f}", off(stays, held), f"{reserved / MiB:,.0f}", f"{peak / MiB:,.0f}"
         nemo.append([name, *sizes, f"{reserved / peak:.3f}"])
     bound = f"A verdict on a Megatron-LM run allows for {MEGATRON.holes:.2f} times its peak. These runs reserved less."
-    lines = [*table(HEADER, rows), "", said, "", *table(RECIPES, nemo), "", bound, ""]
+    lines = [*table(HEADER, rows), "", summary, "", *table(RECIPES, nemo), "", bound, ""]
     text = "\n".join([*lines, provenance("llmlab", "torch", "megatron-core")])
     print(text)
     if out:

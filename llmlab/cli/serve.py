@@ -113,19 +113,19 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
     if set(limits) != {"ttft", "tpot"}:
         raise SpecError(f"--slo {slo}: give both, for example ttft=1s,tpot=30ms")
     cards = [find_gpu(gpu)] if gpu else [card for card in map(find_gpu, all_gpus()) if engine_kernels(card).measured]
-    found = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], cards)
+    options = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], cards)
     if as_json:
-        show(_dump([asdict(one) | {"gpus": one.gpus, "usd_per_hour": one.usd_per_hour} for one in found]))
-    elif found:
-        show(deployment_table(found))
-        card = find_gpu(found[0].point.gpu)
+        show(_dump([asdict(one) | {"gpus": one.gpus, "usd_per_hour": one.usd_per_hour} for one in options]))
+    elif options:
+        show(deployment_table(options))
+        card = find_gpu(options[0].point.gpu)
         if apart := separated(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], card):
             gpus = f"{apart.prefill} GPUs for prompts and {apart.decode} for answers (tp={apart.tp})"
             times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
             show(f"With prefill and decode on separate {card.name}: {gpus}, {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")
-    return 0 if found else 1
+    return 0 if options else 1
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -95,17 +95,17 @@ def _headline(report: ServingReport) -> str:
 
 
 def _figures(report: ServingReport) -> list[list[str]]:
-    found = report.latency
-    if found is None:
+    times = report.latency
+    if times is None:
         return []
     rows = []
     for name, value, far, (low, high) in (
-        ("time to first token", found.ttft, found.ttft_p99, TTFT_INTERVAL),
-        ("time per output token", found.tpot, found.tpot_p99, TPOT_INTERVAL),
+        ("time to first token", times.ttft, times.ttft_p99, TTFT_INTERVAL),
+        ("time per output token", times.tpot, times.tpot_p99, TPOT_INTERVAL),
     ):
         between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
         rows.append([name, show_seconds(value), f"80 % interval: {between}; 99th percentile {show_seconds(far)}"])
-    rows.append(["output tokens per second", f"{found.tokens_per_second:,.0f}",
+    rows.append(["output tokens per second", f"{times.tokens_per_second:,.0f}",
                  f"{report.tokens_per_second_per_gpu:,.0f} per GPU"])  # fmt: skip
     if report.usd_per_million_output is not None:
         rows.append(["a million tokens", f"${report.usd_per_million_output:.2f}",

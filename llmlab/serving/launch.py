@@ -13,7 +13,8 @@ def launch_line(model: str, service: Service) -> str:
     """Return the shell command that starts the server of `service.engine` for `model`.
 
     Options: vllm/engine/arg_utils.py, sglang/srt/server_args.py, tensorrt_llm/commands/serve.py, read 2026-11-29. A
-    checkpoint in nvfp4 or mxfp4 names its format itself.
+    checkpoint in nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of weights
+    and cache alone, TensorRT-LLM's of the memory that the weights leave, so both keep their defaults.
     """
     options = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}[service.engine](model, service)
     return shlex.join([part for part in options if part])
@@ -50,7 +51,6 @@ def _sglang(model: str, service: Service) -> list[str]:
             "--tp-size": service.tp,
             "--dp-size": copies if copies > 1 else None,
             "--ep-size": service.ep if service.ep > 1 else None,
-            "--mem-fraction-static": service.gpu_memory_utilization,
             "--context-length": service.max_model_len,
             "--max-running-requests": service.max_num_seqs,
             "--chunked-prefill-size": service.max_num_batched_tokens,

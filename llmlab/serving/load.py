@@ -21,8 +21,8 @@ ROUNDS = 10  # answers that each user waits for, as in InferenceX's runs
 REQUESTS = 400  # of a load given by a rate
 # A first token comes later than its prompt is read: by steps that are under way or queued, and by the engine's HTTP
 # server; and among users who each wait for an answer, a tenth of the others' prompts come before one's own, since
-# their answers end together. Fitted with STEP_HOST and ROW_HOST on 211 of the deployments of benchmarks/serving
-# (those whose id's SHA-256 is divisible by 8): 27 % off at the median of the others.
+# their answers end together. Fitted on every eighth deployment of benchmarks/serving.py, whose results say how far off
+# the others are.
 FIRST_STEPS, TOGETHER = 5.4, 0.1
 FIRST_TOKEN = {"vllm": 0.0, "sglang": 0.31, "trtllm": 0.08}
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed
@@ -45,12 +45,12 @@ class Latency:
 def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> Latency:
     """Return the latencies under the service's load. Raises SpecError where a request does not fit the cache."""
     served = simulate(spec, service, gpu, memory)
-    found = summary(served)
+    times = summary(served)
     if service.rate is not None:
         late = answer_delay(spec, service, gpu)
-        return replace(found, ttft=found.ttft + late, ttft_p99=found.ttft_p99 + late)
+        return replace(times, ttft=times.ttft + late, ttft_p99=times.ttft_p99 + late)
     first = first_token(spec, service, gpu)
-    return replace(found, ttft=first, ttft_p99=max(first, found.ttft_p99 + answer_delay(spec, service, gpu)))
+    return replace(times, ttft=first, ttft_p99=max(first, times.ttft_p99 + answer_delay(spec, service, gpu)))
 
 
 def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:

@@ -18,8 +18,8 @@ from .memory import Memory, divided_memory
 from .service import Service
 from .step import Step, step_seconds
 
-# Of 80 % of the deployments in benchmarks/serving that the constants were not fitted to, the measured value lies
-# between these factors of the predicted one.
+# Of 80 % of the deployments in benchmarks/results/serving.md, the measured value lies between these factors of the
+# predicted one; the factors were chosen on the same deployments.
 TPOT_INTERVAL = (0.8, 1.35)
 TTFT_INTERVAL = (0.57, 2.15)
 
@@ -78,13 +78,13 @@ class ServingReport:
             missing = show_bytes(memory.per_request - memory.cache)
             return "\n".join([*lines, "", f"Out of memory: {missing} more are needed on each GPU.", *self._noted()])
         lines += [f"{'cache holds':20}{memory.tokens:>12,} tokens, {memory.requests:,} requests of this length", ""]
-        found = self.latency
+        times = self.latency
         for name, value, far, (low, high) in (
-            ("TTFT", found.ttft, found.ttft_p99, TTFT_INTERVAL), ("TPOT", found.tpot, found.tpot_p99, TPOT_INTERVAL)
+            ("TTFT", times.ttft, times.ttft_p99, TTFT_INTERVAL), ("TPOT", times.tpot, times.tpot_p99, TPOT_INTERVAL)
         ):  # fmt: skip
             between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
             lines.append(f"{name:20}{show_seconds(value):>12} ({between}), p99 {show_seconds(far)}")
-        rate = f"{found.tokens_per_second:,.0f} tokens/s"
+        rate = f"{times.tokens_per_second:,.0f} tokens/s"
         lines.append(f"{'output':20}{rate:>12}, {self.tokens_per_second_per_gpu:,.0f} per GPU")
         if self.usd_per_million_output is not None:
             both = f"${self.usd_per_million_input:.3f} in, ${self.usd_per_million_output:.2f} out"
@@ -106,16 +106,16 @@ def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
         if nearest := _nearest(spec, service, gpu):
             notes.append(Note("fits-with", f"it fits with {nearest}"))
         return ServingReport(spec.name, gpu.name, service, memory, 0, None, {}, None, None, tuple(notes))
-    found = latency(spec, service, gpu, memory)
-    busy = round(found.tokens_per_second * found.tpot) if service.rate else service.concurrency or 1
-    if service.rate and found.requests_per_second < 0.95 * service.rate:
-        answered = f"{found.requests_per_second:.3g} of {service.rate:.3g} requests per second are answered"
+    times = latency(spec, service, gpu, memory)
+    busy = round(times.tokens_per_second * times.tpot) if service.rate else service.concurrency or 1
+    if service.rate and times.requests_per_second < 0.95 * service.rate:
+        answered = f"{times.requests_per_second:.3g} of {service.rate:.3g} requests per second are answered"
         notes.append(Note("queue-grows", f"{answered}: the queue grows, and the time to the first token with it"))
     running = max(1, min(room, busy, service.limits(gpu)[0] * service.dp_attention))
     context = service.prompt_len + service.output_len // 2
     time = step_seconds(spec, service, gpu, Step(running, context))
-    prices = _prices(spec, service, gpu, found)
-    about = spec.name, gpu.name, service, memory, running, found, time
+    prices = _prices(spec, service, gpu, times)
+    about = spec.name, gpu.name, service, memory, running, times, time
     return ServingReport(*about, prices[0], prices[1], tuple(notes))
 
 
@@ -169,13 +169,13 @@ def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
 
 
 def _prices(
-    spec: ModelSpec, service: Service, gpu: GPU, found: Latency
+    spec: ModelSpec, service: Service, gpu: GPU, times: Latency
 ) -> tuple[float, float] | tuple[None, None]:
     """Return US dollars per million input and output tokens: the GPUs' price by the time that each kind takes."""
     paid = price(gpu, service.gpus, None)
     if paid is None:
         return None, None
     second = paid / 3600
-    reading = min(0.95, found.requests_per_second * prompt_seconds(spec, service, gpu))  # share of the time
-    inputs = found.requests_per_second * service.prompt_len
-    return second * reading / inputs * 1e6, second * (1 - reading) / found.tokens_per_second * 1e6
+    reading = min(0.95, times.requests_per_second * prompt_seconds(spec, service, gpu))  # share of the time
+    inputs = times.requests_per_second * service.prompt_len
+    return second * reading / inputs * 1e6, second * (1 - reading) / times.tokens_per_second * 1e6

@@ -166,9 +166,9 @@ def separated(
             continue
         prefill, decode = copies * degree, ceil(rate * service.output_len * each / users) * degree
         hour = None if gpu.usd_per_hour is None else (prefill + decode) * gpu.usd_per_hour
-        found = Separated(gpu.name, degree, prefill, decode, first, each, transfer, hour)
+        option = Separated(gpu.name, degree, prefill, decode, first, each, transfer, hour)
         if best is None or prefill + decode < best.prefill + best.decode:
-            best = found
+            best = option
     return best
 
 
@@ -206,7 +206,7 @@ def frontier_table(points: Sequence[Point]) -> Table:
     return Table(("users", "TTFT", "TPOT", "tokens/s per user", "tokens/s", "per GPU"), rows)
 
 
-def deployment_table(found: Sequence[Deployment]) -> Table:
+def deployment_table(options: Sequence[Deployment]) -> Table:
     """Return the table of deployments: a row for each."""
     rows: list[tuple[Any, ...]] = [
         (
@@ -214,6 +214,6 @@ def deployment_table(found: Sequence[Deployment]) -> Table:
             show_seconds(one.point.ttft), show_seconds(one.point.tpot),
             "–" if one.usd_per_hour is None else f"${one.usd_per_hour:,.2f}",
         )
-        for one in found
+        for one in options
     ]  # fmt: skip
     return Table(("GPUs", "copies", "users each", "TTFT", "TPOT", "per hour"), rows, words=(0, 1))

@@ -50,7 +50,8 @@ def test_a_mixture_takes_as_long_as_nvidia_says():
 
 
 # KV caches in GiB that vLLM logged: llm-d-planner's docs/empirical-vllm-memory-results.md (0.11, H100s of 79.18 GiB);
-# a log of 2026-04 (0.19, A100); a calibration script (V1, A6000: 517,264 tokens).
+# a log of 2026-04 (0.19, A100); a calibration script (V1, A6000: 517,264 tokens). memory.SAMPLING is from the
+# activations of the first two, memory.OUTSIDE from the first.
 LOGGED = {
     "gpt-oss-20b on H100": ("openai/gpt-oss-20b", "H100", 79.18,
                             {"weights": "mxfp4", "gpu_memory_utilization": 0.9}, 50.28),
