@@ -13,8 +13,8 @@ def launch_line(model: str, service: Service) -> str:
     """Return the shell command that starts the server of `service.engine` for `model`.
 
     Options: vllm/engine/arg_utils.py, sglang/srt/server_args.py, tensorrt_llm/commands/serve.py, read 2026-11-29. A
-    checkpoint in nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of weights
-    and cache alone, TensorRT-LLM's of the memory that the weights leave, so both keep their defaults.
+    checkpoint in nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of
+    weights and cache alone, TensorRT-LLM's of the memory that the weights leave, so both keep their defaults.
     """
     options = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}[service.engine](model, service)
     return shlex.join([part for part in options if part])
