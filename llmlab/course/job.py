@@ -2,8 +2,9 @@
 
     part one: Llama-3.2-1B on one GPU, with 4,096 tokens per update, as 4 sequences of 1,024 at first.
               The GPU is a T4 (14.6 GiB), on which the first version needs three times the memory that there is.
-    part two: Llama-3.1-8B with sequences of 4,096 tokens on 8 H100-80GB, later Llama-3.1-70B on up to 512.
-              Each GPU has one sequence at a time. Eight whole copies need twice the memory that there is.
+    part two: Llama-3.1-8B with sequences of 4,096 tokens on 8 H100-80GB. Each GPU has one sequence at a time.
+              Eight whole copies need twice the memory that there is. From chapter 14 on it is Llama-3.1-70B on 512
+              H100-80GB, with 1,024 sequences (4,194,304 tokens) per update.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ START = Training(micro_batch=4, seq_len=1024, precision="fp32", attention="eager
 MODEL_8B = "meta-llama/Llama-3.1-8B"
 H100 = "H100-80GB"
 START_8B = Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", checkpointing="full", dp=8)
+
+MODEL_70B = "meta-llama/Llama-3.1-70B"
+START_70B = replace(START_8B, micro_batch=2, dp=512, zero=3)
 
 
 class Rung(NamedTuple):
@@ -75,7 +79,19 @@ RUNGS_8B = (
     Rung("12-zero", "ZeRO-3 without checkpointing", {"checkpointing": None}),
 )
 
-PARTS = ((START, RUNGS), (START_8B, RUNGS_8B))
+RUNGS_70B = (
+    Rung("14-tensor-and-sequence-parallel", "ZeRO-3 on 512 GPUs, checkpointed", {}, MODEL_70B, H100),
+    Rung("14-tensor-and-sequence-parallel", "1 sequence at a time, no checkpointing",
+         {"micro_batch": 1, "accumulation": 2, "checkpointing": None}),
+    Rung("14-tensor-and-sequence-parallel", "tp = 8, sequence-parallel, ZeRO-1",
+         {"tp": 8, "dp": 64, "zero": 1, "accumulation": 16, "sequence_parallel": True}),
+    Rung("15-pipeline", "pp = 8 instead of tp = 8, checkpointed",
+         {"tp": 1, "pp": 8, "sequence_parallel": False, "checkpointing": "full"}),
+    Rung("16-three-d", "tp = 4 and pp = 4, no checkpointing",
+         {"tp": 4, "pp": 4, "dp": 32, "accumulation": 32, "sequence_parallel": True, "checkpointing": None}),
+)
+
+PARTS = ((START, RUNGS), (START_8B, RUNGS_8B), (START_70B, RUNGS_70B))
 
 
 @cache
