@@ -52,6 +52,17 @@ def test_an_estimate_is_what_is_simulated(config, options):
         assert estimate.time[part] == pytest.approx(seconds, rel=0.01, abs=1e-3 * simulation.step_seconds), part
 
 
+def test_logits_of_as_many_bytes_as_the_gradient_of_the_head_are_told_apart():
+    """With as many tokens as the model is wide, 2 · T · V bytes of logits are also the 2 · V · h of a gradient."""
+    run = lab.Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", checkpointing="full", dp=8, zero=3)
+    config = {**DEEP, "max_position_embeddings": 8192}
+    report = lab.estimate(config, run, "A100-80GB")
+    assert min(report.parts.values()) > 0
+    for term in lab.explain(config, run, "A100-80GB").terms:
+        assert term.count > 0
+        assert term.part != "logits" or "S" in term.formula
+
+
 def test_one_derivation_answers_for_other_sizes(monkeypatch):
     first = lab.Training(micro_batch=4, seq_len=1536, precision="bf16")
     lab.estimate(OLMO, first, "A100-80GB")
