@@ -128,7 +128,7 @@ def test_it_is_estimated_and_not_simulated():
 
 
 def test_head_and_loss_may_be_stages_of_their_own():
-    """Of 20 layers' cost a quarter is 5 layers; with 8 stages the head is with the last layer, and behind it the loss."""
+    """A quarter of the cost is 5 layers. With 8 stages the last layer and the head share one, and the loss is alone."""
     assert layers_of(LLAMA, replace(RUN, dp=1, zero=0, pp=4)) == (5, 5, 5, 1)
     run = replace(RUN, dp=1, zero=0, pp=8)
     assert layers_of(LLAMA, run) == (3, 2, 3, 2, 3, 2, 0, 1)
