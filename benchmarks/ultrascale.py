@@ -67,9 +67,10 @@ class Job(NamedTuple):
 
     @property
     def reserved(self) -> float:
-        """The bytes that rank 0's allocator is estimated to reserve."""
+        """The bytes that rank 0's allocator is estimated to reserve, at most what tensors can use of the GPU."""
         assert self.report
-        return self.report.peak_allocated + reserved_beside(model_of(self.row), self.run)
+        needed = self.report.peak_allocated + reserved_beside(model_of(self.row), self.run)
+        return min(needed, lab.gpu(GPU).room(self.run.world_size))
 
 
 def model_of(row: dict[str, str]) -> lab.ModelSpec:
