@@ -64,8 +64,9 @@ class _Step(NamedTuple):
 def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
     """Return the trace of `run` on one `card`. Raises Untraceable for a step without one."""
     images = images_of(spec, run)
+    longest = 2 * run.seq_len if spec.rotary else spec.max_positions
     for fixed in (False, True):
-        at = points(run.micro_batch, run.seq_len, fixed, spec.max_positions, images.needed if images else 1)
+        at = points(run.micro_batch, run.seq_len, fixed, longest, images.needed if images else 1)
         if at is None:
             continue
         gc.freeze()  # each simulation collects garbage, which is in nothing that was there before

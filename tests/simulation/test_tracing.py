@@ -134,3 +134,24 @@ def test_levers_are_derived_too():
     lever = next(lever for lever in fix.levers if lever.run.checkpointing == "full")
     simulation = lab.simulate(OLMO, lever.run, "A100-80GB")
     assert lever.report.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.005)
+
+
+def test_rotary_positions_have_no_end_and_learned_ones_do():
+    run = lab.Training(micro_batch=1, seq_len=8192, precision="bf16")
+    estimate, simulation = (verb(OLMO, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))  # of 4,096
+    for report in (estimate, simulation):
+        assert "beyond-positions" in [note.code for note in report.notes]
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
+    with pytest.raises(lab.SpecError, match="gpt2 has 1024 positions"):
+        lab.estimate("gpt2", run, "A100-80GB")
+
+
+@pytest.mark.parametrize("config", [OLMO, {"model_type": "llama", **TEXT}], ids=["olmo2", "llama"])
+def test_all_linear_adapts_every_linear_layer_but_the_head(config):
+    """As peft's target_modules="all-linear" does."""
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    runs = (lab.Training(seq_len=512, lora=lab.LoRA(8, targets=names)) for names in (("all-linear",), layers))
+    every, named = (lab.simulate(config, run, "A100-80GB").peak_allocated for run in runs)
+    assert every == named
+    assert lab.estimate(config, lab.Training(seq_len=512, lora=lab.LoRA(8, targets=("all-linear",))),
+                        "A100-80GB").peak_allocated == pytest.approx(every, rel=0.01)  # fmt: skip
