@@ -148,7 +148,8 @@ def test_the_messages_of_each_release_are_read(release):
 OF_OTHERS = {  # as they stand in public issues
     "XPU": ("torch.OutOfMemoryError: XPU out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of "
             "63.98 GiB. Of the allocated memory 62.10 GiB is allocated by PyTorch, and 512.00 MiB is reserved by "
-            "PyTorch but unallocated.", {"free": (63.98 - 62.10 - 0.5) * GIB, "unallocated": GIB / 2}, "too little memory"),
+            "PyTorch but unallocated.",
+            {"free": (63.98 - 62.10 - 0.5) * GIB, "unallocated": GIB / 2}, "too little memory"),
     "MPS": ("RuntimeError: MPS backend out of memory (MPS allocated: 17.68 GB, other allocations: 1.20 GB, max "
             "allowed: 18.13 GB). Tried to allocate 500.00 MB on private pool.",
             {"capacity": 18.13 * GIB, "requested": 500 * MIB, "free": 0, "allocated": 17.68 * GIB}, "too little"),
