@@ -54,7 +54,7 @@ class Price:
     date: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GPU:
     """One accelerator. Rates are dense (no 2:4 sparsity) and theoretical; None: the chip lacks it, or it is not known.
 
@@ -129,6 +129,9 @@ class GPU:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.vendor} {self.architecture}, {show_bytes(self.memory)})"
+
+    def __repr__(self) -> str:
+        return f"<GPU: {self}>"
 
 
 def gpu(name: str | GPU, power: float | None = None) -> GPU:

@@ -13,7 +13,7 @@ from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Machines:
     """GPUs of one kind: `nodes` nodes with `per_node` of them each."""
 
@@ -37,6 +37,9 @@ class Machines:
     def __str__(self) -> str:
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
         return f"{nodes}{self.per_node}x{self.card.name}"
+
+    def __repr__(self) -> str:
+        return f"<Machines: {self}>"
 
 
 def machines(text: str) -> Machines:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..plots.canvas import Picture
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Candidate:
     """A run that fits: its estimate, and the simulation that confirmed it, or why there is none.
 
@@ -35,6 +35,9 @@ class Candidate:
     simulation: Report | None
     unconfirmed: str = ""
     lost: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Candidate: {self.run} on {self.machines}: {show_seconds(self.report.step_seconds)} per step>"
 
     @property
     def process(self) -> int | None:

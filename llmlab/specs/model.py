@@ -37,7 +37,7 @@ NOT_SHAPE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelSpec(Sizes):
     """A model's sizes, and what follows from them. Make one with `model(...)`; the fields are those of `Sizes`."""
 
@@ -118,6 +118,9 @@ class ModelSpec(Sizes):
         if self.mla:
             return self.layers * (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
         return self.layers * 2 * self.kv_heads * self.head_dim
+
+    def __repr__(self) -> str:
+        return f"<ModelSpec: {self}>"
 
     def __str__(self) -> str:
         width = f"{self.heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.heads else "")
