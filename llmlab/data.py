@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .base.errors import NotAvailable, SpecError, UnknownName, check_counts
+from .base.errors import LabWarning, NotAvailable, SpecError, UnknownName, check_counts
 from .base.files import write_whole
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def _joined(source: str, rows: Iterable[dict[str, Any]], whole: bool) -> str:
             warnings.warn(
                 f"{source}: read up to {HF_CHARACTERS:,} characters ({len(texts):,} rows); "
                 f"name a slice, such as {source}:train[:5%], for another part",
+                LabWarning,
                 stacklevel=4,
             )
             break
@@ -202,12 +203,13 @@ def _tokenizer(vocab: int, text: str) -> Tokenizer:
         try:
             return Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises a bare Exception for a file it cannot read
-            warnings.warn(f"cached tokenizer {path.name} is corrupt ({error}); trained again", stacklevel=3)
+            warnings.warn(f"cached tokenizer {path.name} is corrupt ({error}); trained again", LabWarning, stacklevel=3)
     trained = _train(vocab, text)
     try:
         write_whole(path, trained.to_str())
     except OSError as error:
-        warnings.warn(f"tokenizer not cached: {error}; set LLMLAB_CACHE to a folder that can be written", stacklevel=3)
+        warnings.warn(f"tokenizer not cached: {error}; set LLMLAB_CACHE to a folder that can be written", LabWarning,
+                      stacklevel=3)  # fmt: skip
     return trained
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..base.errors import SpecError
+from ..base.errors import LabWarning, SpecError
 from ..base.files import write_whole
 
 SCHEMA = 1
@@ -25,7 +25,7 @@ KINDS = ("reports", "chapters", "figures", "operators")
 Record = TypeVar("Record")
 
 
-class RecordWarning(UserWarning):
+class RecordWarning(LabWarning):
     """Says which record file, or which record in one, was left out, and why."""
 
 

@@ -24,6 +24,10 @@ class NotAvailable(RuntimeError):
     """Something this machine lacks: CUDA, a library, a measurement."""
 
 
+class LabWarning(UserWarning):
+    """A warning of this package, which the command line prints as one; those of libraries keep their place."""
+
+
 class ScriptFailed(RuntimeError):
     """A script of the reader's ended by an error of its own; the message is its traceback, from its first line on."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import hardware, verbs
-from ..base.errors import SCRIPT_FAILED, NotAvailable, ScriptFailed, SpecError, UnknownName
+from ..base.errors import SCRIPT_FAILED, LabWarning, NotAvailable, ScriptFailed, SpecError, UnknownName
 from ..base.tables import Table, Tabular, show
 from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
@@ -322,8 +322,11 @@ def _fail(message: str, code: int = 2) -> int:
     return code
 
 
-def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    _fail(f"warning: {message}")
+def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+    if issubclass(category, LabWarning):
+        _fail(f"warning: {message}")
+    else:
+        click.echo(f"{filename}, line {lineno}: {category.__name__}: {' '.join(str(message).split())}", err=True)
 
 
 add_run(cli, _print)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ..base.errors import SpecError
+from ..base.errors import LabWarning, SpecError
 from ..simulation.patching.imports import on_import
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -80,7 +80,8 @@ def _any_checksum() -> Iterator[None]:
     def check_md5(fpath: str | Path, md5: str, **kwargs: Any) -> bool:
         if not real(fpath, md5, **kwargs):
             warnings.warn(
-                f"{Path(fpath).parent}: its checksums are not those of the published files", stacklevel=2
+                f"{Path(fpath).parent}: its checksums are not those of the published files",
+                LabWarning, stacklevel=2
             )
         return True
 
@@ -97,7 +98,8 @@ def _metrics() -> Iterator[None]:
         try:
             return real(path, *args, **kwargs)
         except (ConnectionError, FileNotFoundError):
-            warnings.warn(f"the metric {path} is not installed; its scores are set to {SCORE}", stacklevel=2)
+            without = f"the metric {path} is not installed; its scores are set to {SCORE}"
+            warnings.warn(without, LabWarning, stacklevel=2)
             return _Metric()
 
     with mock.patch.object(evaluate, "load", load):

@@ -560,3 +560,14 @@ def test_without_torch_a_command_names_the_extra_to_install(monkeypatch, words):
     monkeypatch.setattr(errors, "find_spec", lambda package: None)
     said = refused(*words)
     assert "needs torch" in said and "pip install 'llmlab[torch]'" in said
+
+
+def test_warnings_of_libraries_keep_their_place_and_ours_the_prefix(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import warnings, torch\nwarnings.warn('of the script')\nfloat(torch.randn(1, device='cuda'))\n"
+    )
+    lines = [line for line in call("run", "--gpu", "T4", script).stderr.splitlines() if line]
+    (own,) = [line for line in lines if line.startswith("llmlab: warning: ")]
+    assert "placeholder" in own
+    assert any(line.endswith("script.py, line 2: UserWarning: of the script") for line in lines)

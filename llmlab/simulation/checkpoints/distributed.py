@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from ...base.compat import symbol
-from ...base.errors import NotAvailable
+from ...base.errors import LabWarning, NotAvailable
 from ..values.placeholders import located
 from .files import NOT_WRITTEN
 from .virtual_files import KeptFile
@@ -57,7 +57,7 @@ def _stream(kept: dict[str, Any], real: Callable) -> Callable:
             with KeptFile(lambda content: kept.__setitem__(name, content)) as file:
                 yield file
             if ".metadata" in os.path.basename(name):  # the last file of a checkpoint
-                warnings.warn(NOT_WRITTEN.format(os.path.dirname(name)), stacklevel=2)
+                warnings.warn(NOT_WRITTEN.format(os.path.dirname(name)), LabWarning, stacklevel=2)
         elif isinstance(kept.get(name), bytes):
             yield io.BytesIO(kept[name])
         else:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.compat import FakeTensor, disable_current_modes, has
+from ...base.errors import LabWarning
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
 from ..values.known import is_followed, know
@@ -123,7 +124,8 @@ class Checkpoints:
         """Keep `content` if simulated tensors are in it, and say so; return whether they are."""
         kept = self._store(content, f)
         if kept and not isinstance(getattr(f, "raw", f), KeptFile):  # of which its writer tells
-            warnings.warn(NOT_WRITTEN.format(f if isinstance(f, (str, os.PathLike)) else "a checkpoint"), stacklevel=4)
+            name = f if isinstance(f, (str, os.PathLike)) else "a checkpoint"
+            warnings.warn(NOT_WRITTEN.format(name), LabWarning, stacklevel=4)
         return kept
 
     def _store(self, content: Any, f: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from ...base.errors import NotAvailable
+from ...base.errors import LabWarning, NotAvailable
 from .. import FOLDER
 from .uses import asserted, decides_loop, is_only_a_value, is_only_checked
 
@@ -174,7 +174,7 @@ def warn_of(what: str) -> None:
             "no values. Results and decisions that depend on it differ from those on a GPU."
         )
         registry = frame.f_globals.setdefault("__warningregistry__", {})  # in which Python keeps what it has said
-        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+        warnings.warn_explicit(message, LabWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
 
 
 def value_for(dtype: torch.dtype, assume: float | None) -> Any:
