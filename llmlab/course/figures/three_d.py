@@ -95,21 +95,29 @@ def draw_choices(choices: Mapping[tuple[int, int], Choice]) -> Picture:
 def draw_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw the whole step of each row as one bar: the seconds of each of PARTS. "tensor" and "data" are the exposed
     messages of these kinds of parallelism, and "rest" is the messages between stages and the update."""
+    return draw_parts(steps, PARTS, (14, 90, 150, 218, 270, 356), "s", 2)
+
+
+def draw_parts(
+    steps: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], places: Sequence[int], unit: str, digits: int
+) -> Picture:
+    """Draw each row of `steps` as one bar of parts in `colors`, with all numbers below it. The words of the legend
+    begin at `places`."""
     picture, ax = sketch(46 + 64 * len(steps))
-    for name, color, x in zip(PARTS, PARTS.values(), (14, 90, 150, 218, 270, 356), strict=True):
-        box(ax, x - 10, 8, 12, 12, "", color)
+    for name, x in zip(colors, places, strict=True):
+        box(ax, x - 10, 8, 12, 12, "", colors[name])
         label(ax, x + 6, 14, name)
     longest = max(sum(parts.values()) for parts in steps.values())
     texts = []
     for row, (name, parts) in enumerate(steps.items()):
-        y, values = 40 + 64 * row, [parts[part] for part in PARTS]
-        numbers = " + ".join(f"{value:.2f}" for value in values)
-        texts.append(f"{name}: {numbers} = {sum(values):.2f} s")
+        y, values = 40 + 64 * row, [parts[part] for part in colors]
+        numbers = " + ".join(f"{value:.{digits}f}" for value in values)
+        texts.append(f"{name}: {numbers} = {sum(values):.{digits}f} {unit}")
         label(ax, 12, y, name, weight="bold")
-        label(ax, 12, y + 37, f"{numbers} = {sum(values):.2f} s")
-        pieces = [(size, "", color) for size, color in zip(values, PARTS.values(), strict=True)]
+        label(ax, 12, y + 37, f"{numbers} = {sum(values):.{digits}f} {unit}")
+        pieces = [(size, "", color) for size, color in zip(values, colors.values(), strict=True)]
         strip(ax, 12, y + 9, pieces, 376 / longest, 18)
-    return finished(picture, f"Seconds of a step: {' + '.join(PARTS)}. {'; '.join(texts)}.")
+    return finished(picture, f"A step in {unit}: {' + '.join(colors)}. {'; '.join(texts)}.")
 
 
 def draw_tokens_and_heads(ranks: int = 4) -> Picture:
