@@ -62,8 +62,8 @@ def draw_capacity(chosen: Sequence[int], served: Sequence[bool], most: int) -> P
         for place, token in enumerate(token for token in tokens if not served[token]):
             box(ax, 264 + 66 * place, y, 62, 30, f"token {token}", WHITE)
     dropped = [token for token in range(len(chosen)) if not served[token]]
-    return finished(picture, f"{len(chosen)} tokens, and {len(EXPERTS)} experts that serve {most} each. The tokens choose "
-                    f"experts {list(chosen)}. Dropped: tokens {dropped}.")  # fmt: skip
+    return finished(picture, f"{len(chosen)} tokens, and {len(EXPERTS)} experts that serve {most} each. The tokens "
+                    f"choose experts {list(chosen)}. Dropped: tokens {dropped}.")  # fmt: skip
 
 
 def draw_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:

@@ -43,8 +43,8 @@ def draw_mesh(sizes: Mapping[str, int], groups: Mapping[str, Sequence[int]], not
         box(ax, 8, 364 + 20 * row, 12, 12, "", AXES[axis])
         label(ax, 26, 370 + 20 * row, text)
     talks = "; ".join(f"{axis}: {_shortened(group)}" for axis, group in groups.items())
-    return finished(picture, f"{pp} stages of {nodes} nodes with {GPUS_PER_NODE} GPUs. Rank 0 and the ranks it exchanges "
-                    f"messages with, along each axis: {talks}. {'; '.join(notes.values())}.")  # fmt: skip
+    return finished(picture, f"{pp} stages of {nodes} nodes with {GPUS_PER_NODE} GPUs. Rank 0 and the ranks it "
+                    f"exchanges messages with, along each axis: {talks}. {'; '.join(notes.values())}.")  # fmt: skip
 
 
 def _shortened(ranks: Sequence[int]) -> str:
@@ -121,7 +121,8 @@ def draw_parts(
 
 
 def draw_tokens_and_heads(ranks: int = 4) -> Picture:
-    """Draw Ulysses: before the all-to-all, a rank has some tokens with all heads; after it, some heads of all tokens."""
+    """Draw Ulysses: before the all-to-all, a rank has some tokens with all heads, and after it all tokens of some
+    heads."""
     side = 132
     picture, ax = sketch(200)
     for x, name in ((44, "projections: all heads"), (250, "attention: all tokens")):
@@ -137,9 +138,9 @@ def draw_tokens_and_heads(ranks: int = 4) -> Picture:
     for number, color in enumerate(OWNERS):
         box(ax, 44 + 90 * number, 184, 12, 12, "", color)
         label(ax, 62 + 90 * number, 190, f"rank {number}")
-    return finished(picture, f"Tokens by heads on {ranks} ranks. In the projections, a rank has a quarter of the tokens with "
-                    "all heads. An all-to-all of q, k and v gives it all tokens of a quarter of the heads for attention, "
-                    "and a second one returns the output.")  # fmt: skip
+    return finished(picture, f"Tokens by heads on {ranks} ranks. In the projections, a rank has a part of the tokens "
+                    "with all heads. An all-to-all of q, k and v gives it all tokens of a part of the heads for "
+                    "attention, and a second one returns the output.")  # fmt: skip
 
 
 def draw_ring_attention(shares: Mapping[str, Sequence[float]], owners: Mapping[str, Sequence[int]]) -> Picture:
@@ -167,6 +168,7 @@ def draw_ring_attention(shares: Mapping[str, Sequence[float]], owners: Mapping[s
         percent = " ".join(f"{share:.0%}" for share in shares[name])
         label(ax, x + side / 2, 376, percent, "center")
         words.append(f"{name}: ranks 0 to {ranks - 1} compute {percent} of the scores")
-    return finished(picture, f"Ring attention on {ranks} ranks. In step s, rank r uses the keys and values of rank r − s, "
-                    "counted around the ring. Causal scores, with a row for each chunk of queries and a column for each "
-                    f"chunk of keys, in the color of the rank that computes them. {'; '.join(words)}.")  # fmt: skip
+    return finished(picture, f"Ring attention on {ranks} ranks. In step s, rank r uses the keys and values of rank "
+                    "r − s, counted around the ring. Causal scores, with a row for each chunk of queries and a column "
+                    "for each chunk of keys, in the color of the rank that computes them. "
+                    f"{'; '.join(words)}.")  # fmt: skip

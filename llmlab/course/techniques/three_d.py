@@ -1,7 +1,7 @@
 """3D parallelism from scratch: each rank has a part of the matrices of some layers, and processes some sequences.
 
-The ranks form a mesh, pp × dp × tp, in which tp changes fastest (Megatron-LM, arXiv 2104.04473, section 3). Each kind of
-parallelism has its own groups of ranks:
+The ranks form a mesh, pp × dp × tp, in which tp changes fastest (Megatron-LM, arXiv 2104.04473, section 3). Each kind
+of parallelism has its own groups of ranks:
 
     tensor_parallel.shard   splits matrices over the ranks of a tp group
     pipeline.run            passes micro-batches along the ranks of a pp group

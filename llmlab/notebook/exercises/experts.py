@@ -13,7 +13,7 @@ def _as_transformers(
 ) -> bool:
     """Whether the router of DeepSeek-V3 in transformers chooses the same experts for 100 tokens. `bias` is added to
     each score."""
-    from transformers import DeepseekV3Config
+    from transformers import DeepseekV3Config  # type: ignore[attr-defined]
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
     sizes: dict[str, Any] = {"hidden_size": experts, "n_routed_experts": experts, "num_experts_per_tok": K}

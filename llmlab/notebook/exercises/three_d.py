@@ -51,7 +51,8 @@ groups_over = {
 def _summed(function: Callable[..., Any], split: bool, sequence_parallel: bool) -> tuple[float, set[str]]:
     """Return the gradient of a parameter, whose gradient is 1 on each of dp × cp × tp = 3 × 2 × 4 ranks, and the axes
     over which it was summed. There are two stages, over which nothing is summed."""
-    sizes, over = {"tp": 4, "cp": 2, "dp": 3, "pp": 2}, set()
+    sizes = {"tp": 4, "cp": 2, "dp": 3, "pp": 2}
+    over: set[str] = set()
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
 
