@@ -2,9 +2,9 @@
 
     python -m llmlab.course.experiments experts --balance 0.01 --steps 150
 
-What chapter 16 runs. One process; weights and batches follow from the seed.
+One process; weights and batches follow from the seed. `balance` records what the page on experts shows.
 
-    N  tokens of a batch    E  experts    k  experts per token
+    T  tokens of a batch    E  experts    K  experts per token
 """
 
 from __future__ import annotations

@@ -1,13 +1,19 @@
-"""Context parallelism from scratch: each rank has some of the tokens, and keys and values travel around a ring.
+"""Context parallelism from scratch: each rank has some of the tokens of every sequence.
 
-Ring attention (Liu et al., arXiv 2310.01889, algorithm 1): every layer but attention works on each token separately,
-so a rank needs only its own tokens. Attention needs the keys and values of all ranks: they arrive from one rank after
-another, and the partial outputs are combined as FlashAttention combines its tiles, by their log-sum-exp.
+All layers except attention process each token separately, so a rank needs only its own tokens. Attention needs the
+keys and values of all ranks. There are two ways to get them:
 
-With a causal mask, the rank with the last tokens would do most of the work. When the sequence is cut into 2 N chunks
-and rank r takes chunks r and 2 N − 1 − r, all ranks do equal work (Llama 3, arXiv 2407.21783, section 3.3.2).
+    ring       keys and values arrive from one rank after another. Partial outputs are merged by their log-sum-exp, as
+               FlashAttention merges its tiles (Liu et al., arXiv 2310.01889, algorithm 1)
+    Ulysses    an all-to-all exchanges tokens for heads: a rank then attends to all tokens with some of the heads, and
+               a second all-to-all returns its outputs (Jacobs et al., arXiv 2309.14509)
 
-    B  batch    H  query heads    K  key and value heads    T  tokens of all ranks    N  ranks    t  tokens per rank
+Under a causal mask, the ring's rank with the last tokens would compute most of the scores. If the sequence is cut into
+2 cp chunks and rank r has chunks r and 2 cp − 1 − r, all ranks compute equally many (Llama 3, arXiv 2407.21783,
+section 3.3.2).
+
+    B  sequences    a  query heads    k  key and value heads    d  head size    S  tokens per sequence    cp  ranks
+    T  tokens of a rank, S / cp of each sequence
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...base.errors import SpecError
@@ -25,12 +32,12 @@ from .flash_attention import check_attention, flash_backward, flash_forward
 
 
 def chunks_of(rank: int, ranks: int, balanced: bool = True) -> tuple[int, ...]:
-    """Return the numbers of the chunks that `rank` has: two of 2 N if `balanced`, else one of N."""
+    """Return the numbers of the chunks that `rank` has: two of 2 cp if `balanced`, otherwise one of cp."""
     return (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
 
 
 def positions(seq_len: int, rank: int, ranks: int, balanced: bool = True) -> Tensor:
-    """Return the positions in the text of the tokens of `rank`, int64 (t,); SpecError if chunks would be unequal."""
+    """Return the positions of the tokens of `rank`, int64 (T,). Raises SpecError if chunks would be unequal."""
     mine = chunks_of(rank, ranks, balanced)
     chunks = ranks * len(mine)
     if seq_len % chunks:
@@ -39,17 +46,18 @@ def positions(seq_len: int, rank: int, ranks: int, balanced: bool = True) -> Ten
 
 
 def work(rank: int, ranks: int, balanced: bool = True) -> float:
-    """Return the fraction of causal attention's scores that `rank` computes; 1 / N is balanced."""
+    """Return the fraction of the causal scores that `rank` computes. It is 1 / cp if the work is balanced."""
     mine = chunks_of(rank, ranks, balanced)
     computed = sum(chunk + 0.5 for chunk in mine)  # all of the earlier chunks, and half of its own
     return computed / sum(chunk + 0.5 for chunk in range(ranks * len(mine)))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, balanced: bool = True, tile: int = 64) -> Tensor:
-    """Return this rank's rows of causal attention over the tokens of all ranks, (B, H, t, D).
+    """Return the outputs of this rank's tokens, (B, a, T, d), of causal attention over the tokens of all ranks.
 
-    q: (B, H, t, D); k, v: (B, K, t, D), of the tokens at `positions`. In forward a rank sends (N − 1) / N of the keys
-    and values of all tokens; backward sends them again, with their gradients. SpecError for shapes that do not fit.
+    q: (B, a, T, d); k, v: (B, k, T, d), of the tokens at `positions`. In the forward pass, a rank sends cp − 1 tensors
+    of keys and values. The backward pass sends them again, with their gradients. Raises SpecError for shapes that do
+    not fit.
     """
     check_attention(q, k, v)
     if q.shape[2] % len(chunks_of(0, 1, balanced)):
@@ -61,7 +69,7 @@ Piece = tuple[slice, slice, bool]  # of the scores: rows, columns, and whether i
 
 
 class RingAttention(torch.autograd.Function):
-    """Saves what FlashAttention saves: this rank's q, k, v, output and log-sum-exp."""
+    """Saves the same tensors as FlashAttention: q, k, v, the output and the log-sum-exp of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, balanced: bool, tile: int) -> Tensor:
@@ -85,7 +93,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         dq, keys_and_values = torch.zeros_like(q), torch.stack((k, v))
-        # The gradients of keys and values travel with them, and are back on their own rank after N steps.
+        # The gradients of keys and values travel with them, and are back on their own rank after cp steps.
         travelling = torch.cat((keys_and_values, torch.zeros_like(keys_and_values)))  # k, v, dk, dv
         for passing, pieces in _around(travelling, ctx.balanced, overlap=False):
             for rows, columns, causal in pieces:
@@ -100,9 +108,10 @@ class RingAttention(torch.autograd.Function):
 
 
 def _around(mine: Tensor, balanced: bool, overlap: bool = True) -> Iterator[tuple[Tensor, list[Piece]]]:
-    """Yield the tensor of each rank in turn, N times, with the pieces of the scores to compute with it.
+    """Yield the tensors of all ranks, one after the other, with the pieces of the scores to compute with each.
 
-    With `overlap` the next one arrives while the caller computes; without, the caller may change it before it is sent.
+    With `overlap`, the next tensor arrives while the caller computes. Without, the caller may change a tensor before it
+    is sent.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(ranks):
@@ -136,3 +145,33 @@ def _passed_on(mine: Tensor) -> Tensor:
     for request in pass_on(mine, arriving):
         request.wait()
     return arriving
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the outputs of this rank's tokens, (B, a, T, d), of causal attention over the tokens of all ranks.
+
+    q: (B, a, T, d); k, v: (B, k, T, d). Rank r has the r-th part of each sequence. Raises SpecError if the number of
+    ranks does not divide the number of key heads.
+    """
+    ranks = dist.get_world_size()
+    if k.shape[1] % ranks:
+        raise SpecError(f"cp={ranks} does not divide the {k.shape[1]} key heads, and Ulysses moves whole heads")
+    q, k, v = (Exchange.apply(x, 1, 2) for x in (q, k, v))  # all tokens of 1 / cp of the heads
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return Exchange.apply(out, 2, 1)  # all heads of 1 / cp of the tokens
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all that splits dimension `split` over the ranks, and joins their parts along dimension `join`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int) -> Tensor:
+        ctx.split, ctx.join = split, join
+        parts = [part.contiguous() for part in x.chunk(dist.get_world_size(), split)]
+        arriving = [torch.empty_like(part) for part in parts]
+        dist.all_to_all(arriving, parts)
+        return torch.cat(arriving, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Exchange.apply(grad, ctx.join, ctx.split), None, None

@@ -1,4 +1,4 @@
-"""Ring attention over several ranks equals attention over all tokens on one."""
+"""Attention over the tokens of several ranks equals attention over all tokens on one."""
 
 import pytest
 import torch
@@ -28,6 +28,23 @@ def against_the_whole(balanced, heads, kv_heads):
     return [(out - expected[:, :, mine]).abs().max().item(), *apart]
 
 
+def by_ulysses():
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, h, 24, 8, dtype=torch.float64) for h in (6, 3, 3, 6))
+    whole = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    expected.backward(grad)
+    mine = cp.positions(24, dist.get_rank(), RANKS, balanced=False)
+    parts = [t[:, :, mine].clone().requires_grad_() for t in (q, k, v)]
+    out = cp.ulysses_attention(*parts)
+    out.backward(grad[:, :, mine])
+    apart = [(part.grad - t.grad[:, :, mine]).abs().max().item() for part, t in zip(parts, whole, strict=True)]
+    try:
+        cp.ulysses_attention(*(torch.zeros(1, heads, 4, 8) for heads in (4, 2, 2)))
+    except SpecError as error:
+        return [(out - expected[:, :, mine]).abs().max().item(), *apart], str(error)
+
+
 def messages():
     q, k, v = (torch.randn(1, 2, 4, 8).requires_grad_() for _ in range(3))
     sizes = []
@@ -50,7 +67,8 @@ def messages():
 
 
 def everything():
-    return {"cases": [against_the_whole(*case) for case in CASES], "messages": messages()}
+    cases = [against_the_whole(*case) for case in CASES]
+    return {"cases": cases, "messages": messages(), "ulysses": by_ulysses()}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +79,13 @@ def ranks():
 @pytest.mark.parametrize("case", range(len(CASES)), ids=map(str, CASES))
 def test_output_and_gradients_are_those_of_all_tokens_together(ranks, case):
     assert max(max(rank["cases"][case]) for rank in ranks) < 1e-12  # fp64
+
+
+def test_ulysses_exchanges_tokens_for_heads(ranks):
+    for rank in ranks:
+        errors, refused = rank["ulysses"]
+        assert max(errors) < 1e-12
+        assert refused == "cp=3 does not divide the 2 key heads, and Ulysses moves whole heads"
 
 
 def test_keys_and_values_go_around_once_forward_and_with_their_gradients_backward(ranks):

@@ -138,7 +138,7 @@ def test_a_token_that_nobody_serves_passes_by():
     assert y[0].abs().max() > 0 and y[1:].abs().max() == 0
 
 
-@pytest.mark.parametrize(("options", "words"), [({"k": 9}, "give 1 to 8"), ({"k": 1, "factor": 0.0}, "factor=0.0")])
+@pytest.mark.parametrize(("options", "words"), [({"K": 9}, "give 1 to 8"), ({"K": 1, "factor": 0.0}, "factor=0.0")])
 def test_what_cannot_be_is_refused(options, words):
     with pytest.raises(SpecError, match=words):
         MoE(HIDDEN, WIDTH, EXPERTS, **options)
