@@ -64,8 +64,7 @@ def test_eight_gpus_share_the_update_of_their_host():
 def test_new_weights_hide_behind_the_update_on_every_host_of_the_table():
     for host in hosts().values():
         for card in host.cards:
-            if to_host(card):
-                assert adam_share() * host.bandwidth / host.gpus < 15 * to_host(card)
+            assert adam_share() * host.bandwidth < 15 * to_host(card)  # even if one GPU has the whole host
 
 
 def test_sums_of_gradients_on_a_desktop_take_longer_than_one_sequence():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...plots.canvas import COLORS, INK, PALETTE, WHITE, Picture
+from matplotlib.patches import Rectangle
+
+from ...plots.canvas import COLORS, PALETTE, WHITE, Picture
 from ...plots.schematic import box, finished, label, link, rank, sketch, strip
 
 KINDS = {
@@ -44,6 +46,17 @@ def draw_traffic(parameters: int) -> Picture:
                     f"moves {size(30)}.")  # fmt: skip
 
 
+def _merged(works: Sequence[Work], gap: float) -> list[Work]:
+    """Return the works of one lane. Those of the same kind that are less than `gap` seconds apart become one."""
+    merged: list[Work] = []
+    for lane, begin, end, kind in works:
+        if merged and merged[-1][3] == kind and begin - merged[-1][2] < gap:
+            merged[-1] = (lane, merged[-1][1], end, kind)
+        else:
+            merged.append((lane, begin, end, kind))
+    return merged
+
+
 def draw_timelines(rows: Mapping[str, Sequence[Work]]) -> Picture:
     """Draw what runs in each lane and when, one panel for each row, as `formulas.time.offload.schedule` returns it.
     All panels have the same scale."""
@@ -64,9 +77,14 @@ def draw_timelines(rows: Mapping[str, Sequence[Work]]) -> Picture:
         for row, lane in enumerate(lanes):
             y, mine = top + 14 + 26 * row, [work for work in works if work[0] == lane]
             label(ax, 84, y + 11, lane, "right")
-            for _, begin, finish, kind in mine:
-                width = scale * (finish - begin)
-                box(ax, 90 + scale * begin, y, width, 22, "", KINDS[kind], edge=INK if width > 6 else KINDS[kind])
+            last = 0.0  # where the latest narrow box is: very narrow ones closer than 4 pixels would fill the lane
+            for _, begin, finish, kind in _merged(mine, 0.3 / scale):
+                x, width = 90 + scale * begin, scale * (finish - begin)
+                if width > 6:
+                    box(ax, x, y, width, 22, "", KINDS[kind])
+                elif width > 1 or x >= last + 4:
+                    last = x
+                    ax.add_patch(Rectangle((x, y), max(width, 1.2), 22, color=KINDS[kind], linewidth=0))
         busy = {lane: sum(work[2] - work[1] for work in works if work[0] == lane) for lane in lanes}
         texts.append(f"{name}, {end:.1f} s: " + ", ".join(f"{lane} busy for {busy[lane]:.2f} s" for lane in lanes))
     return finished(picture, f"{'. '.join(texts)}.")
