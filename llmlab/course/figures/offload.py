@@ -79,12 +79,12 @@ def draw_timelines(rows: Mapping[str, Sequence[Work]]) -> Picture:
             label(ax, 84, y + 11, lane, "right")
             last = 0.0  # where the latest narrow box is: very narrow ones closer than 4 pixels would fill the lane
             for _, begin, finish, kind in _merged(mine, 0.3 / scale):
-                x, width = 90 + scale * begin, scale * (finish - begin)
+                left, width = 90 + scale * begin, scale * (finish - begin)
                 if width > 6:
-                    box(ax, x, y, width, 22, "", KINDS[kind])
-                elif width > 1 or x >= last + 4:
-                    last = x
-                    ax.add_patch(Rectangle((x, y), max(width, 1.2), 22, color=KINDS[kind], linewidth=0))
+                    box(ax, left, y, width, 22, "", KINDS[kind])
+                elif width > 1 or left >= last + 4:
+                    last = left
+                    ax.add_patch(Rectangle((left, y), max(width, 1.2), 22, color=KINDS[kind], linewidth=0))
         busy = {lane: sum(work[2] - work[1] for work in works if work[0] == lane) for lane in lanes}
         texts.append(f"{name}, {end:.1f} s: " + ", ".join(f"{lane} busy for {busy[lane]:.2f} s" for lane in lanes))
     return finished(picture, f"{'. '.join(texts)}.")
