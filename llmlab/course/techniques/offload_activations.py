@@ -1,6 +1,6 @@
-"""Activation offloading from scratch: tensors that autograd saves for backward are kept on the host or in files.
+"""Activation offloading from scratch: the tensors that autograd saves for the backward pass leave the device.
 
-torch has torch.autograd.graph.save_on_cpu; these are the same hooks, which also count bytes and skip weights.
+PyTorch has torch.autograd.graph.save_on_cpu. These are the same hooks, which also count bytes and skip the weights.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class Elsewhere(saved_tensors_hooks):
-    """Context in which tensors that autograd saves go through `keep`, and come back through `restore` in backward.
+class OffloadedActivations(saved_tensors_hooks):
+    """Context in which each tensor that autograd saves is passed to `store`. `load` returns it in the backward pass.
 
-    Weights stay, because they are on the device anyway. `moved`: bytes that left and that came back.
+    Weights are skipped, because they are on the device anyway. `moved` counts the bytes that left and that returned.
     """
 
-    def __init__(self, keep: Callable[[Tensor], Any], restore: Callable[[Any], Tensor], weights: Iterable[Tensor]):
-        self.moved = {"left": 0, "came back": 0}
-        staying = {weight.untyped_storage().data_ptr() for weight in weights}
+    def __init__(self, store: Callable[[Tensor], Any], load: Callable[[Any], Tensor], weights: Iterable[Tensor]):
+        self.moved = {"left": 0, "returned": 0}
+        skipped = {weight.untyped_storage().data_ptr() for weight in weights}
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() in staying:
+            if tensor.untyped_storage().data_ptr() in skipped:
                 return tensor
             self.moved["left"] += tensor.nbytes
-            return tensor.device, keep(tensor)
+            return tensor.device, store(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            device, kept = packed
-            tensor = restore(kept).to(device)
-            self.moved["came back"] += tensor.nbytes
+            device, stored = packed
+            tensor = load(stored).to(device)
+            self.moved["returned"] += tensor.nbytes
             return tensor
 
         super().__init__(pack, unpack)
 
 
-def on_host(weights: Iterable[Tensor]) -> Elsewhere:
-    """Keep saved tensors in the host's memory. save_on_cpu(pin_memory=True) copies without making the CPU wait."""
-    return Elsewhere(lambda tensor: tensor.to("cpu", copy=True), lambda kept: kept, weights)
+def on_host(weights: Iterable[Tensor]) -> OffloadedActivations:
+    """Store saved tensors in the host's memory."""
+    return OffloadedActivations(lambda tensor: tensor.to("cpu", copy=True), lambda stored: stored, weights)
 
 
-def in_files(folder: Path, weights: Iterable[Tensor]) -> Elsewhere:
-    """Keep saved tensors in files, one per tensor."""
+def in_files(folder: Path, weights: Iterable[Tensor]) -> OffloadedActivations:
+    """Store each saved tensor in a file of its own."""
     numbers = count()
 
-    def keep(tensor: Tensor) -> Path:
+    def store(tensor: Tensor) -> Path:
         path = folder / f"{next(numbers)}.pt"
         torch.save(tensor.detach().cpu().clone(), path)
         return path
 
-    return Elsewhere(keep, lambda path: torch.load(path, weights_only=True), weights)
+    return OffloadedActivations(store, lambda path: torch.load(path, weights_only=True), weights)

@@ -1,12 +1,15 @@
-"""Seconds of a step whose states, or all of its parameters, are in the host's memory or on its drives.
+"""Seconds of a step whose optimizer states, or all of its parameters, are in the host's memory or on its drives.
 
     step = micro-batches × (forward | weights up  +  backward | weights up | gradients down)  +  update | weights up
 
-What stands between bars runs side by side, and the slowest counts: PCIe carries both directions at once. The update is
-Adam on the host's CPUs, bound by its memory. On a drive, states are read before it and written after it.
+Work between bars runs concurrently, and the slowest part counts. PCIe carries both directions at the same time. The
+CPUs of the host run Adam, which is limited by the host's memory bandwidth. States on a drive are read before the update
+and written after it.
 
-    optimizer               gradients go down as backward makes them; updated weights come up behind the update
-    optimizer+parameters    weights come up for forward and again for backward; updated ones are where they belong
+    optimizer               gradients are copied during the backward pass, updated weights during the update
+    optimizer+parameters    weights are copied for the forward pass and again for the backward pass
+
+The sums of the gradients of several micro-batches are not counted.
 
 ZeRO-Offload (arXiv 2101.06840, sections 4 and 5), ZeRO-Infinity (arXiv 2104.07857, section 5).
 """
@@ -154,41 +157,59 @@ def waiting(spec: ModelSpec, run: Training, card: GPU, computed: float) -> Waiti
     return Waiting(seconds(own), seconds(max(host.bandwidth / used, *others)), seconds(min(own, *others)), host)
 
 
-def schedule(step: OffloadedStep, buckets: int = 8) -> list[tuple[str, float, float, str]]:
-    """Return what runs where, from when to when, with offload="optimizer": lane, start and end in s, kind of work.
+Work = tuple[str, float, float, str]  # the lane, when it starts and ends in seconds, and the kind of work
 
-    The gradients leave in as many buckets; the update starts when the last is there, as it must to clip by their norm.
+
+def schedule(step: OffloadedStep, buckets: int = 8, steps: int = 1, delayed: bool = False) -> list[Work]:
+    """Return what runs where and when in `steps` steps with offload="optimizer", with gradients in `buckets` buckets.
+
+    The update starts when the last gradient has arrived, because clipping needs the norm of all of them. The weights
+    of a bucket are copied while the CPU updates the next one. With `delayed`, the update runs during the passes of the
+    next step, and its weights are copied between two steps: each gradient is applied one step late.
     """
-    passed = step.forward + step.backward
-    works = [("GPU", 0.0, step.forward, "forward"), ("GPU", step.forward, passed, "backward")]
-    down = adam = up = 0.0
-    for i in range(buckets):
-        start = max(down, step.forward + step.backward * (i + 1) / buckets)
-        down = start + step.down / buckets
-        works.append(("PCIe down", start, down, "gradients"))
-    adam = down
-    for _ in range(buckets):
-        start, adam = adam, adam + step.adam / buckets
-        works.append(("CPU", start, adam, "Adam"))
-        start = max(up, adam)
-        up = start + step.up / buckets
-        works.append(("PCIe up", start, up, "weights"))
+    works: list[Work] = []
+    gpu = updated = 0.0  # when the GPU may start its next pass, and when the latest update ends
+    for number in range(steps):
+        turn = gpu + step.forward
+        passed = turn + step.backward
+        works += [("GPU", gpu, turn, "forward"), ("GPU", turn, passed, "backward")]
+        arrived = 0.0
+        for i in range(buckets):
+            start = max(arrived, turn + step.backward * (i + 1) / buckets)
+            arrived = start + step.down / buckets
+            works.append(("PCIe down", start, arrived, "gradients"))
+        gpu = passed
+        if delayed and number:  # the update that ran during this step's passes
+            start = max(passed, updated)
+            gpu = start + step.up
+            works.append(("PCIe up", start, gpu, "weights"))
+        updated, up = max(arrived, updated, gpu), 0.0
+        for _ in range(buckets):
+            start, updated = updated, updated + step.adam / buckets
+            works.append(("CPU", start, updated, "Adam"))
+            if not delayed:
+                start = max(up, updated)
+                up = start + step.up / buckets
+                works.append(("PCIe up", start, up, "weights"))
+        if not delayed:
+            gpu = up
     return works
 
 
 def tokens_to_hide(card: GPU, rate: float, precision: str = "mixed-bf16", recompute: bool = False) -> float:
-    """Return the tokens a GPU needs in a micro-batch for its gradients to cross PCIe behind backward.
+    """Return the tokens per micro-batch from which the copies of the gradients hide behind the backward pass.
 
-    Backward takes 4 FLOP per parameter and token (6 with recomputation) at `rate` FLOP/s, its gradient 2 bytes at
-    PCIe's rate: the number of parameters cancels. Attention and the loss, which need more FLOP, make it less.
+    The backward pass computes 4 FLOP per parameter and token (6 with recomputation) at `rate` FLOP/s, and 2 bytes per
+    parameter cross PCIe. The number of parameters cancels. Attention and the loss compute more, and lower the bound.
     """
     return PRECISION[precision].gradients / to_host(card) * rate / (6 if recompute else 4)
 
 
 def tokens_to_hide_update(card: GPU, rate: float, share: float = 0.1, gpus: int | None = None) -> float:
-    """Return the tokens a GPU needs in a *step* for the update on the host to take at most `share` of its passes.
+    """Return the tokens per GPU and *step* from which the update on the host takes at most `share` of the passes.
 
-    The passes take 6 FLOP per parameter and token, Adam in mixed precision 30 bytes per parameter: it cancels, again.
+    The passes compute 6 FLOP per parameter and token, and Adam moves 30 bytes per parameter in mixed precision. The
+    number of parameters cancels again. `gpus` GPUs share the host, each with a model of its own (None: all it has).
     """
     moved = _update_bytes(PRECISION["mixed-bf16"].weights, stepped=1, state=4 + state_bytes("adamw", 4, 1, 0))
     return adam_seconds(moved, host_of(card), gpus) * rate / 6 / share

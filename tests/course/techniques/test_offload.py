@@ -253,7 +253,7 @@ def test_activations_that_went_elsewhere_give_the_same_gradients(tmp_path):
     assert equal(plain, offloaded("host", on_host))
     assert equal(plain, offloaded("files", lambda weights: in_files(tmp_path, weights)))
     for context in contexts.values():
-        assert context.moved["left"] == context.moved["came back"] > 0
+        assert context.moved["left"] == context.moved["returned"] > 0
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) > contexts["files"].moved["left"]
 
 
