@@ -1,4 +1,4 @@
-"""Your tensor parallelism: each rank stores a share of every matrix, and the tokens between the matrices are split, too."""
+"""Your tensor parallelism: each rank stores a share of every matrix, and computes with it."""
 
 import copy
 

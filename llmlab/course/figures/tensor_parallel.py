@@ -55,9 +55,12 @@ def draw_pair(heads: int, width: int) -> Picture:
     attention = f"attention: q, k, v and output, {heads} heads on each rank"
     label(ax, 8, 320, mlp)
     label(ax, 8, 342, attention)
-    return finished(picture, "A pair of matmuls on 4 ranks. Each rank has all of x, T × h, and a quarter of the columns "
-                    "of W1, so it computes a quarter of the columns of u. They meet the same quarter of the rows of W2 "
-                    f"and result in a partial sum of y, T × h. One all-reduce adds the partial sums. {mlp}; {attention}.")  # fmt: skip
+    return finished(
+        picture,
+        "A pair of matmuls on 4 ranks. Each rank has all of x, T × h, and a quarter of the columns of W1, so it "
+        "computes a quarter of the columns of u. They meet the same quarter of the rows of W2 and result in a partial sum of y, "
+        f"T × h. One all-reduce adds the partial sums. {mlp}; {attention}.",
+    )
 
 
 def draw_sequence_parallel(stream: float, tp: int) -> Picture:
@@ -84,10 +87,13 @@ def draw_sequence_parallel(stream: float, tp: int) -> Picture:
             strip(ax, x, y, pieces, 112, 28)
             if row + 1 < len(rows):
                 link(ax, (x + 56, y + 28), (x + 56, y + 70), message)
-    return finished(picture, f"A layer on one of {tp} ranks, forward. Tensor parallel: each part has all tokens of its "
-                    f"input, {stream / MIB:.0f} MiB, and an all-reduce follows attention and the MLP. With sequence "
-                    "parallelism, an all-gather stands before attention and before the MLP, a reduce-scatter after each, "
-                    f"and the norms have {stream / tp / MIB:.0f} MiB.")  # fmt: skip
+    return finished(
+        picture,
+        f"A layer on one of {tp} ranks, forward. Tensor parallelism: each part has all tokens of its input, "
+        f"{stream / MIB:.0f} MiB, and an all-reduce follows attention and the MLP. With sequence parallelism, an "
+        "all-gather stands before attention and before the MLP, a reduce-scatter after each, and the norms have "
+        f"{stream / tp / MIB:.0f} MiB.",
+    )
 
 
 def draw_activations(rows: Mapping[str, Mapping[str, float]]) -> Picture:
@@ -104,7 +110,8 @@ def draw_activations(rows: Mapping[str, Mapping[str, float]]) -> Picture:
         y = 44 + 48 * row
         text = f"{name}: {sum(parts.values()) / GIB:.1f} GiB"
         label(ax, 12, y, text)
-        strip(ax, 12, y + 10, [(parts[kind], "", color) for kind, color in zip(kinds, KINDS, strict=True)], 376 / longest, 18)
+        pieces = [(parts[kind], "", color) for kind, color in zip(kinds, KINDS, strict=True)]
+        strip(ax, 12, y + 10, pieces, 376 / longest, 18)
         texts.append(f"{text} ({', '.join(f'{kind} {size / GIB:.1f}' for kind, size in parts.items())})")
     return finished(picture, f"Activations of a GPU. {'; '.join(texts)}.")
 
@@ -150,6 +157,9 @@ def draw_ring_attention(owners: Mapping[str, Sequence[int]], shares: Mapping[str
         percent = " ".join(f"{share:.0%}" for share in shares[name])
         label(ax, x + side / 2, 376, percent, "center")
         texts.append(f"{name}: ranks 0 to 3 compute {percent} of the scores")
-    return finished(picture, f"Ring attention on {ranks} ranks. In step s, rank r has the keys and values of rank r - s. "
-                    f"The causal scores have a row per chunk of queries, a column per chunk of keys, and the color of "
-                    f"the rank that computes them. {'; '.join(texts)}.")  # fmt: skip
+    return finished(
+        picture,
+        f"Ring attention on {ranks} ranks. In step s, rank r has the keys and values of rank r - s. The causal scores "
+        "have a row per chunk of queries, a column per chunk of keys, and the color of the rank that computes them. "
+        f"{'; '.join(texts)}.",
+    )

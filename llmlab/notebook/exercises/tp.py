@@ -128,7 +128,9 @@ conjugates = {
     "sequence parallel, f gathers x, and reduces and scatters its gradient": _f_sequence,
     "sequence parallel, g reduces and scatters x, and gathers its gradient": _g_sequence,
     "one rank alone changes nothing": lambda f: all(
-        torch.equal(_passed(f, mode, which, tp=1)[0][0], _numbers(1, 4, 3)) for mode in (False, True) for which in (0, 1)
+        torch.equal(_passed(f, sequence_parallel, which, tp=1)[0][0], _numbers(1, 4, 3))
+        for sequence_parallel in (False, True)
+        for which in (0, 1)
     ),
 }
 
