@@ -58,8 +58,8 @@ def draw_pair(heads: int, width: int) -> Picture:
     return finished(
         picture,
         "A pair of matmuls on 4 ranks. Each rank has all of x, T × h, and a quarter of the columns of W1, so it "
-        "computes a quarter of the columns of u. They meet the same quarter of the rows of W2 and result in a partial sum of y, "
-        f"T × h. One all-reduce adds the partial sums. {mlp}; {attention}.",
+        "computes a quarter of the columns of u. They meet the same quarter of the rows of W2 and result in a partial "
+        f"sum of y, T × h. One all-reduce adds the partial sums. {mlp}; {attention}.",
     )
 
 
