@@ -1,8 +1,10 @@
-"""Counts of the collectives of tensor and of sequence parallelism, made by running both."""
+"""What the chapter on tensor parallelism runs: a count of the collectives, and several jobs on the same ranks."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +13,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from ...specs.model import model
 from ..architectures.llama import Llama
 from ..techniques.tensor_parallel import next_token_loss, shard
-from .job import TINY_LLAMA
+from .job import TINY_LLAMA, Job
+from .train import train
 
 COLLECTIVES = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter_base": "reduce-scatter"}
+
+
+def train_each(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Train one job after the other in this rank, and return the results of `train`. All need the ranks of the group."""
+    return [train(job) for job in jobs]
 
 
 def collectives_per_layer(sequence_parallel: bool) -> dict[str, int]:
