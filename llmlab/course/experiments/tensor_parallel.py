@@ -20,7 +20,7 @@ COLLECTIVES = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_sca
 
 
 def train_each(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Train one job after the other in this rank, and return the results of `train`. All need the ranks of the group."""
+    """Train one job after the other in this rank, and return the results. All use the whole group of ranks."""
     return [train(job) for job in jobs]
 
 
