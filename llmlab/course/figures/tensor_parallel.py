@@ -1,8 +1,8 @@
-"""The drawings of the chapter on tensor, sequence and context parallelism."""
+"""The drawings of the chapter on tensor and sequence parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ...plots.canvas import PALETTE, WHITE, Picture
 from ...plots.schematic import box, finished, grid, label, link, sketch, strip, tensor
@@ -134,32 +134,3 @@ def draw_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:
         strip(ax, 12, y + 10, pieces, 376 / longest, 20)
         texts.append(f"{name}: {' + '.join(f'{value:.2f}' for value in values)} = {sum(values):.1f} s")
     return finished(picture, f"Seconds of a step: {' + '.join(PARTS)}. {'; '.join(texts)}.")
-
-
-def draw_ring_attention(owners: Mapping[str, Sequence[int]], shares: Mapping[str, Sequence[float]]) -> Picture:
-    """Draw ring attention on four ranks: whose keys and values each rank has at each step, and who computes which
-    causal scores. For each of two layouts, `owners` has the rank of each chunk and `shares` the work of each rank."""
-    ranks, side = len(OWNERS), 168
-    picture, ax = sketch(396)
-    label(ax, 8, 14, "keys and values on each rank", weight="bold")
-    for step in range(ranks):
-        label(ax, 100 + 84 * step, 36, f"step {step}", "center")
-    for rank in range(ranks):
-        label(ax, 52, 60 + 26 * rank, f"rank {rank}", "right")
-        sources = [(rank - step) % ranks for step in range(ranks)]
-        grid(ax, 58, 47 + 26 * rank, [[(f"k, v of {source}", OWNERS[source]) for source in sources]], 84, 26)
-    texts = []
-    for x, (name, owner) in zip((8, 216), owners.items(), strict=True):
-        chunks = len(owner)
-        label(ax, x, 178, name, weight="bold")
-        scores = [[("", OWNERS[owner[q]] if k <= q else WHITE) for k in range(chunks)] for q in range(chunks)]
-        grid(ax, x, 192, scores, side / chunks, side / chunks)
-        percent = " ".join(f"{share:.0%}" for share in shares[name])
-        label(ax, x + side / 2, 376, percent, "center")
-        texts.append(f"{name}: ranks 0 to 3 compute {percent} of the scores")
-    return finished(
-        picture,
-        f"Ring attention on {ranks} ranks. In step s, rank r has the keys and values of rank r - s. The causal scores "
-        "have a row per chunk of queries, a column per chunk of keys, and the color of the rank that computes them. "
-        f"{'; '.join(texts)}.",
-    )

@@ -4,10 +4,10 @@ Ring attention (Liu et al., arXiv 2310.01889, algorithm 1): every layer but atte
 so a rank needs only its own tokens. Attention needs the keys and values of all ranks: they arrive from one rank after
 another, and the partial outputs are combined as FlashAttention combines its tiles, by their log-sum-exp.
 
-With a causal mask, the rank with the last tokens would do most of the work. If the sequence is cut into 2 cp chunks
-and rank r takes chunks r and 2 cp - 1 - r, all ranks do equal work (Llama 3, arXiv 2407.21783, section 3.3.2).
+With a causal mask, the rank with the last tokens would do most of the work. When the sequence is cut into 2 N chunks
+and rank r takes chunks r and 2 N − 1 − r, all ranks do equal work (Llama 3, arXiv 2407.21783, section 3.3.2).
 
-    B  sequences    a  query heads    k  key/value heads    S  tokens per sequence    s  S / cp, tokens per rank
+    B  batch    H  query heads    K  key and value heads    T  tokens of all ranks    N  ranks    t  tokens per rank
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .flash_attention import check_attention, flash_backward, flash_forward
 
 
 def chunks_of(rank: int, ranks: int, balanced: bool = True) -> tuple[int, ...]:
-    """Return the numbers of the chunks that `rank` has: two of 2 cp if `balanced`, else one of cp."""
+    """Return the numbers of the chunks that `rank` has: two of 2 N if `balanced`, else one of N."""
     return (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
 
 
 def positions(seq_len: int, rank: int, ranks: int, balanced: bool = True) -> Tensor:
-    """Return the positions in the text of the tokens of `rank`, int64 (s,); SpecError if chunks would be unequal."""
+    """Return the positions in the text of the tokens of `rank`, int64 (t,); SpecError if chunks would be unequal."""
     mine = chunks_of(rank, ranks, balanced)
     chunks = ranks * len(mine)
     if seq_len % chunks:
@@ -39,17 +39,17 @@ def positions(seq_len: int, rank: int, ranks: int, balanced: bool = True) -> Ten
 
 
 def work(rank: int, ranks: int, balanced: bool = True) -> float:
-    """Return the fraction of the causal scores that `rank` computes; 1 / cp is balanced."""
+    """Return the fraction of causal attention's scores that `rank` computes; 1 / N is balanced."""
     mine = chunks_of(rank, ranks, balanced)
-    computed = sum(chunk + 0.5 for chunk in mine)  # all of the earlier chunks, and half of the chunk itself
+    computed = sum(chunk + 0.5 for chunk in mine)  # all of the earlier chunks, and half of its own
     return computed / sum(chunk + 0.5 for chunk in range(ranks * len(mine)))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, balanced: bool = True, tile: int = 64) -> Tensor:
-    """Return this rank's rows of causal attention over the tokens of all ranks, (B, a, s, d).
+    """Return this rank's rows of causal attention over the tokens of all ranks, (B, H, t, D).
 
-    q: (B, a, s, d); k, v: (B, k, s, d), of the tokens at `positions`. The forward pass sends (cp - 1) / cp of the keys
-    and values of all tokens. The backward pass sends them again, with gradients. SpecError for shapes that do not fit.
+    q: (B, H, t, D); k, v: (B, K, t, D), of the tokens at `positions`. In forward a rank sends (N − 1) / N of the keys
+    and values of all tokens; backward sends them again, with their gradients. SpecError for shapes that do not fit.
     """
     check_attention(q, k, v)
     if q.shape[2] % len(chunks_of(0, 1, balanced)):
@@ -61,7 +61,7 @@ Piece = tuple[slice, slice, bool]  # of the scores: rows, columns, and whether i
 
 
 class RingAttention(torch.autograd.Function):
-    """Ring attention. It saves the same tensors as FlashAttention: this rank's q, k, v, output and log-sum-exp."""
+    """Saves what FlashAttention saves: this rank's q, k, v, output and log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, balanced: bool, tile: int) -> Tensor:
@@ -85,7 +85,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         dq, keys_and_values = torch.zeros_like(q), torch.stack((k, v))
-        # The gradients of keys and values travel with them, and are back on their own rank after cp steps.
+        # The gradients of keys and values travel with them, and are back on their own rank after N steps.
         travelling = torch.cat((keys_and_values, torch.zeros_like(keys_and_values)))  # k, v, dk, dv
         for passing, pieces in _around(travelling, ctx.balanced, overlap=False):
             for rows, columns, causal in pieces:
@@ -100,7 +100,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _around(mine: Tensor, balanced: bool, overlap: bool = True) -> Iterator[tuple[Tensor, list[Piece]]]:
-    """Yield the tensor of each rank in turn, cp times, with the pieces of the scores to compute with it.
+    """Yield the tensor of each rank in turn, N times, with the pieces of the scores to compute with it.
 
     With `overlap` the next one arrives while the caller computes; without, the caller may change it before it is sent.
     """

@@ -4,7 +4,6 @@ from llmlab.course.figures.tensor_parallel import (
     PARTS,
     draw_activations,
     draw_pair,
-    draw_ring_attention,
     draw_sequence_parallel,
     draw_steps,
 )
@@ -30,9 +29,3 @@ def test_activations_are_sums_of_their_kinds():
 def test_a_step_is_the_sum_of_its_parts():
     alt = draw_steps({"tp = 8": dict(zip(PARTS, (7.9, 2.1, 0.5, 0.0, 0.1), strict=True))}).alt
     assert "tp = 8: 7.90 + 2.10 + 0.50 + 0.00 + 0.10 = 10.6 s" in alt
-
-
-def test_the_ring_says_who_computes_how_much():
-    owners = {"one": [0, 1, 2, 3], "two": [0, 1, 2, 3, 3, 2, 1, 0]}
-    alt = draw_ring_attention(owners, {"one": [0.06, 0.19, 0.31, 0.44], "two": [0.25] * 4}).alt
-    assert "6% 19% 31% 44%" in alt and "25% 25% 25% 25%" in alt
