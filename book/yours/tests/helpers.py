@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector
-from yours import ddp, trainer
+from yours import ddp, tp, trainer
 from yours.gpt import GPT, Llama, initialize
 
 V = 512
@@ -68,3 +68,34 @@ def updates_of_a_rank(lengths, parts):
         ddp.average_in_backward(list(model.parameters()), dp, dist.all_reduce, 100_000)
         updates.append(moved([padded(mine[n : n + size]) for n in range(0, len(mine), size)], model).tolist())
     return updates
+
+
+def whole_gpt(ids, model=None):
+    """Return the logits of the undivided GPT and the loss, a number."""
+    logits = (model or small_gpt())(ids)
+    return logits, F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+
+
+def shares_of_a_rank(sequence_parallel):
+    """Run in each rank: return the logits of all ranks, the loss, and how far each gradient of this rank's share is
+    from its share of the undivided GPT's gradient.
+
+    A GPT whose weights are these gradients is split in the same way, so its shares are the expected ones.
+    """
+    ids, collectives = torch.stack(texts([64] * 2)), tp.Collectives()
+    gradients, whole = small_gpt(), small_gpt()
+    F.cross_entropy(whole(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    for name, weight in gradients.named_parameters():
+        weight.data = whole.get_parameter(name).grad
+    expected = dict(tp.ShardedGPT(gradients, collectives, sequence_parallel).named_parameters())
+
+    share = tp.ShardedGPT(small_gpt(), collectives, sequence_parallel)
+    logits = share(ids)
+    loss = tp.vocabulary_loss(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), collectives)
+    loss.backward()
+    if sequence_parallel:
+        share.sum_norm_gradients(collectives)
+    joined = collectives.all_gather(logits.detach().transpose(1, 2)).transpose(1, 2)
+    errors = {name: error(weight.grad, expected[name]) for name, weight in share.named_parameters()}
+    elements = sum(weight.numel() for weight in share.parameters())
+    return {"logits": joined.tolist(), "loss": loss.item(), "errors": errors, "elements": elements}
