@@ -106,7 +106,7 @@ def draw_stage_memory(peaks: Mapping[str, Sequence[Mapping[str, float]]], room: 
     for place, (name, color) in enumerate(MEMORY.items()):
         box(ax, (60, 146, 254)[place], 8, 12, 12, "", color)
         label(ax, (78, 164, 272)[place], 14, name)
-    scale = 270 / max(sum(stage.values()) for stages in peaks.values() for stage in stages)
+    scale = 270 / max(room, *(sum(stage.values()) for stages in peaks.values() for stage in stages))
     y, texts = 44.0, []
     for name, stages in peaks.items():
         label(ax, 12, y, name, weight="bold")

@@ -1,4 +1,4 @@
-"""Pipeline schedules as lists of operations per rank, and their cost: the time of each operation, the bubble, the memory.
+"""Pipeline schedules as lists of operations per rank, and their cost: times of operations, bubble and memory.
 
 gpipe         all forward passes, then all backward passes           Huang et al., arXiv 1811.06965
 1f1b          a backward pass as soon as one can run                 Narayanan et al., arXiv 2104.04473, section 2.2.1
@@ -94,41 +94,36 @@ def dualpipe(ranks: int, micro_batches: int) -> Schedule:
 def _dualpipe_rank(rank: int, ranks: int, half: int) -> list[Op]:
     ops: list[Op] = []
     deferred: deque[Op] = deque()
-    counts = {"F": [0, 0], "B": [0, 0]}
+    counts = {kind + end: 0 for kind in "FB" for end in "01"}
     inner = min(rank, ranks - 1 - rank)  # 0 on the outer ranks
     outside = ranks // 2 - inner - 1
-
-    def run(kind: str, own: int, defer: bool = False) -> None:
-        """Append the next pass of the direction that enters nearer (own=0) or farther (own=1)."""
-        reverse = bool(own) != (rank >= ranks // 2)
-        number = counts[kind][own]
-        counts[kind][own] += 1
-        op = Op(kind, ranks - 1 - rank if reverse else rank, number + half * reverse)
-        ops.append(op)
-        if defer:
-            deferred.append(op._replace(kind="W"))
-
-    def weights() -> None:
-        ops.append(deferred.popleft())
-
-    for _ in range(2 * outside):
-        run("F", 0)
-    for _ in range(inner + 1):
-        run("F", 0), run("F", 1)
-    for _ in range(outside):
-        run("B", 1, defer=True), weights(), run("F", 1)
-    for _ in range(half - ranks + inner + 1):
-        run("F", 0), run("B", 1), run("F", 1), run("B", 0)
-    for _ in range(outside):
-        run("B", 1), run("F", 1), run("B", 0)
     middle = (inner + 1) // 2
+
+    def run(names: str) -> None:
+        """Append operations: F or B with 0 for the direction that enters at the nearer end, or 1 for the other; b for a
+        backward pass that defers the gradients of weights; W for the oldest deferred ones."""
+        for name in names.split():
+            if name == "W":
+                ops.append(deferred.popleft())
+                continue
+            reverse = (name[1] == "1") != (rank >= ranks // 2)
+            number = counts[name.upper()]
+            counts[name.upper()] += 1
+            op = Op(name[0].upper(), ranks - 1 - rank if reverse else rank, number + half * reverse)
+            ops.append(op)
+            if name[0] == "b":
+                deferred.append(op._replace(kind="W"))
+
+    run(2 * outside * "F0 ")
+    run((inner + 1) * "F0 F1 ")
+    run(outside * "b1 W F1 ")
+    run((half - ranks + inner + 1) * "F0 B1 F1 B0 ")
+    run(outside * "B1 F1 B0 ")
     for n in range(inner + 1):
-        run("B", 1, defer=n > middle or (n == middle and inner % 2 == 1))
-        run("B", 0, defer=n >= middle)
-    for _ in range(outside):
-        weights(), run("B", 0, defer=True)
-    while deferred:
-        weights()
+        run("b1" if n > middle or (n == middle and inner % 2) else "B1")
+        run("b0" if n >= middle else "B0")
+    run(outside * "W b0 ")
+    run(len(deferred) * "W ")
     return ops
 
 

@@ -29,8 +29,10 @@ def _inputs_of(plan: Schedule, most: int = 100_000) -> Callable[[Op], list[Op]]:
 
 
 def _agrees(function: Callable[..., Any], name: str, slower: int = 1) -> bool:
-    """Return whether `function` finds when a schedule ends if stage 1 takes `slower` times as long: the longest chain of
-    operations."""
+    """Return whether `function` finds when a schedule ends if stage 1 takes `slower` times as long.
+
+    The end is that of the longest chain of operations.
+    """
     plan = PLANS[name]
     inputs = _inputs_of(plan)
     seconds = {s.op: (s.end - s.start) * (slower if s.op.stage == 1 else 1) for s in times(plan)}
