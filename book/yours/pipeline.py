@@ -1,7 +1,5 @@
 """Your pipeline parallelism: when a schedule ends, and which layers a stage has."""
 
-from functools import cache
-
 # ---- chapter 15
 
 

@@ -41,9 +41,11 @@ def draw_stages(stages: Mapping[str, tuple[str, float]], message: float) -> Pict
 
 
 @styled()
-def draw_schedules(plans: Mapping[str, Sequence[Span]], xlabel: str = "time (forward passes of a stage)") -> Picture:
+def draw_schedules(
+    plans: Mapping[str, Sequence[Span]], xlabel: str = "time (forward passes of a stage)", runner: str = "GPU"
+) -> Picture:
     """Draw when each rank runs which operation, one chart per schedule (name: spans), all on one time scale. The number
-    in a bar is its micro-batch. The title gives the share of the time in which ranks wait."""
+    in a bar is its micro-batch. The title gives the share of the time in which ranks wait. A rank is called `runner`."""
     end = max(span.end for spans in plans.values() for span in spans)
     rows = [1 + max(span.rank for span in spans) for spans in plans.values()]
     height, shares = 0.9 + sum(0.55 + 0.26 * n for n in rows), [n + 1.5 for n in rows]
@@ -58,7 +60,7 @@ def draw_schedules(plans: Mapping[str, Sequence[Span]], xlabel: str = "time (for
                 write(ax, span.start + length / 2, span.rank, number, color)
         ax.set(xlim=(0, end), ylim=(ranks - 0.5, -0.5))
         ax.set_title(f"{name}: {bubble(list(spans)):.0%} waiting", loc="left", weight="bold")
-        name_rows(ax, [f"GPU {number}" for number in range(ranks)], axis=False)
+        name_rows(ax, [f"{runner} {number}" for number in range(ranks)], axis=False)
         ax.spines["bottom"].set_visible(False)
         ax.tick_params(length=0, labelbottom=ax is axes[-1])
         done = max(span.end for span in spans)
@@ -66,7 +68,7 @@ def draw_schedules(plans: Mapping[str, Sequence[Span]], xlabel: str = "time (for
     axes[-1].set_xlabel(xlabel)
     used = {KINDS[span.op.kind] for spans in plans.values() for span in spans}
     legend(picture, {kind: color for kind, color in COLORS.items() if kind in used})
-    picture.alt = f"When each GPU runs which pass. {'; '.join(texts)}."
+    picture.alt = f"When each {runner} runs which pass. {'; '.join(texts)}."
     return picture
 
 
