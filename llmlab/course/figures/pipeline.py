@@ -45,7 +45,7 @@ def draw_schedules(
     plans: Mapping[str, Sequence[Span]], xlabel: str = "time (forward passes of a stage)", runner: str = "GPU"
 ) -> Picture:
     """Draw when each rank runs which operation, one chart per schedule (name: spans), all on one time scale. The number
-    in a bar is its micro-batch. The title gives the share of the time in which ranks wait. A rank is called `runner`."""
+    in a bar is its micro-batch. The title gives the share of the time in which ranks wait. `runner` names a rank."""
     end = max(span.end for spans in plans.values() for span in spans)
     rows = [1 + max(span.rank for span in spans) for spans in plans.values()]
     height, shares = 0.9 + sum(0.55 + 0.26 * n for n in rows), [n + 1.5 for n in rows]
