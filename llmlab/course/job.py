@@ -87,8 +87,10 @@ RUNGS_70B = (
          {"tp": 8, "dp": 64, "zero": 1, "accumulation": 16, "sequence_parallel": True}),
     Rung("15-pipeline", "pp = 8 instead of tp = 8, checkpointed",
          {"tp": 1, "pp": 8, "sequence_parallel": False, "checkpointing": "full"}),
+    Rung("15-pipeline", "interleaved, 10 virtual stages per GPU", {"virtual_stages": 10}),
     Rung("16-three-d", "tp = 4 and pp = 4, no checkpointing",
-         {"tp": 4, "pp": 4, "dp": 32, "accumulation": 32, "sequence_parallel": True, "checkpointing": None}),
+         {"tp": 4, "pp": 4, "dp": 32, "accumulation": 32, "sequence_parallel": True, "checkpointing": None,
+          "virtual_stages": 1}),
 )
 
 PARTS = ((START, RUNGS), (START_8B, RUNGS_8B), (START_70B, RUNGS_70B))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.base.units import show_bytes
-from llmlab.course.techniques.pipeline_schedules import held, schedule
+from llmlab.course.techniques.pipeline_schedules import in_flight, schedule
 from llmlab.formulas.memory.moments import layers_in_flight, micro_batches_in_flight, training_moments
 from llmlab.formulas.memory.states import states
 from llmlab.specs import stages
@@ -90,7 +90,7 @@ def test_what_is_in_flight_is_what_the_schedule_of_chapter_15_holds(pp, count, v
                        schedule="gpipe" if name == "gpipe" else "1f1b")  # fmt: skip
     layers = 2 * virtual_stages
     plan = schedule(name, pp, accumulation, virtual_stages)
-    for stage, (ops, micro_batches) in enumerate(zip(plan, held(plan), strict=True)):
+    for stage, (ops, micro_batches) in enumerate(zip(plan, in_flight(plan), strict=True)):
         assert layers_in_flight(run, stage, layers) == pytest.approx(micro_batches * layers)
         begun = [op.stage for op in takewhile(lambda op: op.kind == "F", ops)]
         assert micro_batches_in_flight(run, stage) == begun.count(stage)

@@ -1,4 +1,4 @@
-"""Run schedules for real on this machine's cores, and say when each rank did what."""
+"""Run schedules in processes on this machine, and measure when each rank runs which operation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from ..techniques.pipeline_schedules import Op, Span, schedule
 from ..techniques.training_loop import next_token_loss
 from .job import SEQ_LEN, TINY_LLAMA
 
-# Large enough that a stage takes some ms per micro-batch, beside which a message between processes is short.
+# Large enough that a stage takes some ms per micro-batch, much longer than a message between processes.
 TIMED_LLAMA = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}
 
 
 def in_this_rank(plans: dict[str, list]) -> dict[str, list]:
-    """Run each plan, given as the arguments of `schedule` after the ranks, twice; return the second one's spans."""
+    """Run each plan twice, and return the spans of the second run. A plan has the arguments of `schedule`, without the
+    number of ranks."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     ids = tokens(TIMED_LLAMA["vocab_size"])
     spans_of = {}
@@ -37,7 +38,8 @@ def in_this_rank(plans: dict[str, list]) -> dict[str, list]:
 
 
 def timed(plans: dict[str, tuple[str, int, int]], ranks: int = 2) -> dict[str, list[Span]]:
-    """Return the spans of each plan, {name: (schedule, micro-batches, virtual stages)}, in ms from its first op on."""
+    """Return the spans of each plan, {name: (schedule, micro-batches, virtual stages)}, in ms since its first operation
+    began."""
     by_rank = launch(in_this_rank, ranks, {name: list(plan) for name, plan in plans.items()}, patience=60)
     spans_of = {}
     for name in plans:

@@ -2,9 +2,9 @@
 
     python -m llmlab.course.experiments pipeline --ranks 2 --steps 20 --schedule 1f1b --json
 
-`run` executes a schedule of pipeline_schedules.py op by op, and waits for the input of each.
+`run` executes a schedule of pipeline_schedules.py, one operation after the other, and waits for the input of each.
 
-    B  sequences of a micro-batch    T  tokens    C  hidden size    V  vocabulary
+    B  sequences of a micro-batch    S  tokens per sequence    h  hidden size    V  vocabulary
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def check(spec: ModelSpec, stages: int) -> None:
 
 
 class Stage(nn.Module):
-    """Stage `number` of `stages` of a Llama: its blocks; the first also embeds, the last also has norm and head."""
+    """Stage `number` of `stages` of a Llama: some of its blocks. The first stage also has the embedding, and the last
+    one the final norm and the head."""
 
     def __init__(self, model: Llama, number: int, stages: int) -> None:
         super().__init__()
@@ -47,17 +48,21 @@ class Stage(nn.Module):
         self.lm_head = model.lm_head if number == stages - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids, (B, T), or the previous stage's output, (B, T, C) -> (B, T, C), or from the last stage (B, T, V)."""
-        x_BTC = x if self.embed_tokens is None else self.embed_tokens(x)
-        positions_BT = torch.arange(x.shape[1], device=x.device)[None]  # each stage computes the rotary angles
-        turned = turn(self.rope, self.head_dim, positions_BT, x_BTC.dtype)
+        """Return the output for the next stage, (B, S, h), or the logits of the last stage, (B, S, V).
+
+        `x`: the ids, (B, S), in the first stage, and else the output of the stage before.
+        """
+        x_BSh = x if self.embed_tokens is None else self.embed_tokens(x)
+        positions_BS = torch.arange(x.shape[1], device=x.device)[None]  # each stage computes the rotary angles
+        turned = turn(self.rope, self.head_dim, positions_BS, x_BSh.dtype)
         for block in self.layers:
-            x_BTC = block(x_BTC, turned, None, None)
-        return x_BTC if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x_BTC))
+            x_BSh = block(x_BSh, turned, None, None)
+        return x_BSh if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x_BSh))
 
 
 class WeightLater(torch.autograd.Function):
-    """x · Wᵀ whose backward returns the input's gradient, and appends a function for the weight's to `later`."""
+    """x · Wᵀ. Its backward pass returns the gradient of x, and appends a function that computes the gradient of W to
+    `later`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, module: nn.Linear, later: list[Callable[[], None]]) -> Tensor:
@@ -78,8 +83,9 @@ class WeightLater(torch.autograd.Function):
         return grad @ weight, None, None, None
 
 
-def put_weights_off(stage: nn.Module) -> list[Callable[[], None]]:
-    """Make every nn.Linear of `stage` defer its weight's gradient; return the list of the deferred computations."""
+def defer_weights(stage: nn.Module) -> list[Callable[[], None]]:
+    """Make each nn.Linear of `stage` defer the gradient of its weight. Return the list to which the deferred
+    computations are appended."""
     later: list[Callable[[], None]] = []
 
     def forward(module: nn.Linear, x: Tensor) -> Tensor:
@@ -100,21 +106,22 @@ def run(
     spans: list[Span] | None = None,
     ranks: list[int] | None = None,
 ) -> float | None:
-    """Run this rank's part of one step: adds the mean loss's gradients to `.grad`; returns that loss on the last rank.
+    """Run the part of this rank in one step. Adds the gradients of the mean loss to `.grad`, and returns this loss on
+    the last rank.
 
-    `stages`: this rank's modules by stage number. `micro_batches`: m tensors of ids, (B, T), which all ranks have: the
-    first stage reads them, the last needs them for `loss(output, ids)`. `shape`: of the tensors between stages.
-    `spans`: gets the start and end of each op, in seconds of the machine's clock, without the time it waits for input.
-    `ranks`: global ranks of this pipeline, first stage first; None: all ranks.
+    `stages`: the modules of this rank, by the number of their stage. `micro_batches`: m tensors of ids, (B, S), on all
+    ranks. The first stage reads them, and the last one needs them for `loss(output, ids)`. `shape`: of the tensors
+    between stages. `spans`: receives the start and end of each operation, without the time that it waits for its input.
+    `ranks`: the global ranks of this pipeline, in the order of the stages. By default, all ranks.
     """
     ranks = ranks or list(range(len(plan)))
     ops = plan[ranks.index(dist.get_rank())]
     last = max(op.stage for rank_ops in plan for op in rank_ops)
-    puts_off = any(op.kind == "W" for op in ops)
-    later = {number: put_weights_off(stage) for number, stage in stages.items()} if puts_off else {}
-    passed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output, by stage and micro-batch
-    put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
-    under_way: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it is sent
+    defers = any(op.kind == "W" for op in ops)
+    later = {number: defer_weights(stage) for number, stage in stages.items()} if defers else {}
+    saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output, by stage and micro-batch
+    deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+    sends: list[tuple[dist.Work, Tensor]] = []  # a tensor has to exist until it is sent
     losses = []
     for op in ops:
         kind, number, micro_batch = op
@@ -127,25 +134,25 @@ def run(
                 out = loss(out, micro_batches[micro_batch]) / len(micro_batches)
                 losses.append(out.item())
             else:
-                under_way.append(_send(out.detach(), op._replace(stage=number + 1), ranks, last + 1))
-            passed[number, micro_batch] = x, out
+                sends.append(_send(out.detach(), op._replace(stage=number + 1), ranks, last + 1))
+            saved[number, micro_batch] = x, out
         elif kind == "B":
-            x, out = passed.pop((number, micro_batch))
+            x, out = saved.pop((number, micro_batch))
             grad = None if number == last else _receive(shape, number + 1, op, ranks, last + 1)
             start = time.perf_counter()
             out.backward(grad)
             if x is not None:
                 assert x.grad is not None  # `out` depends on it
-                under_way.append(_send(x.grad, op._replace(stage=number - 1), ranks, last + 1))
-            if puts_off:
-                put_off[number, micro_batch] = later[number].copy()
+                sends.append(_send(x.grad, op._replace(stage=number - 1), ranks, last + 1))
+            if defers:
+                deferred[number, micro_batch] = later[number].copy()
                 later[number].clear()
         else:
-            for weight_gradient in put_off.pop((number, micro_batch)):
+            for weight_gradient in deferred.pop((number, micro_batch)):
                 weight_gradient()
         if spans is not None:
             spans.append(Span(op, dist.get_rank(), start, time.perf_counter()))
-    for work, _ in under_way:
+    for work, _ in sends:
         work.wait()
     return sum(losses) if losses else None
 

@@ -1,11 +1,12 @@
-"""Pipeline schedules as lists of ops per rank, and their cost: the time of each op, the bubble and the memory.
+"""Pipeline schedules as lists of operations per rank, and their cost: times of operations, bubble and memory.
 
-gpipe         all forwards, then all backwards                    Huang et al., arXiv 1811.06965
-1f1b          a backward as soon as one can run                   Narayanan et al., arXiv 2104.04473, section 2.2.1
-interleaved   1f1b with several distant stages per rank           the same, section 2.2.2
-zero-bubble   1f1b with weight gradients deferred into the gaps   Qi et al., arXiv 2401.10241, ZB-H1
+gpipe         all forward passes, then all backward passes           Huang et al., arXiv 1811.06965
+1f1b          a backward pass as soon as one can run                 Narayanan et al., arXiv 2104.04473, section 2.2.1
+interleaved   1f1b with several distant stages per rank              the same, section 2.2.2
+zero-bubble   1f1b whose weight gradients fill the gaps              Qi et al., arXiv 2401.10241, ZB-H1
+dualpipe      micro-batches enter at both ends (function `dualpipe`) DeepSeek-V3, arXiv 2412.19437, section 3.2.1
 
-p  ranks    m  micro-batches of a step    v  virtual stages per rank; the c-th, counted from 0, is stage c · p + rank
+pp  ranks    m  micro-batches of a step    v  virtual stages per rank: rank r has the stages r, pp + r, 2 pp + r, ...
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 class Op(NamedTuple):
-    """One operation of a rank: F forward, B backward (of inputs alone if W follows), W backward of weights."""
+    """One operation of a rank: F forward, B backward, W gradients of weights. If a schedule has a W for a stage and a
+    micro-batch, their B computes only the gradient of the input."""
 
     kind: str
     stage: int
@@ -42,37 +44,94 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
         raise SpecError(f"{given}: interleaved takes 2 or more stages per rank, the others one")
     if name == "interleaved" and micro_batches % ranks:
         raise SpecError(f"{micro_batches} micro-batches are not a multiple of {ranks} ranks; interleaved needs that")
-    return [_ops(name, rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
+    return [operations(name, rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
 
 
-def _ops(name: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> list[Op]:
-    """Return a rank's ops: some forwards ahead, then forward and backward in turn. Schedules differ in how many.
+def operations(name: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> list[Op]:
+    """Return the operations of a rank: some forward passes ahead, then a backward and a forward pass in turn.
 
-    With virtual stages, p micro-batches pass through one of the rank's stages, then the same through the next.
+    With virtual stages, `ranks` micro-batches pass through one stage of the rank, and then through the next.
     """
     forwards, backwards = [], []
     for n in range(micro_batches * virtual_stages):
         group, place = divmod(n, ranks * virtual_stages)
-        nth_stage, micro_batch = divmod(place, ranks)
-        forwards.append(Op("F", nth_stage * ranks + rank, group * ranks + micro_batch))
-        backwards.append(Op("B", (virtual_stages - 1 - nth_stage) * ranks + rank, group * ranks + micro_batch))
-    later = ranks - rank - 1  # ranks that each micro-batch passes after this one
-    ahead = {"gpipe": micro_batches, "interleaved": 2 * later + (virtual_stages - 1) * ranks}.get(name, later)
+        chunk, number = divmod(place, ranks)
+        micro_batch = group * ranks + number
+        forwards.append(Op("F", chunk * ranks + rank, micro_batch))
+        backwards.append(Op("B", (virtual_stages - 1 - chunk) * ranks + rank, micro_batch))
+
+    behind = ranks - rank - 1  # ranks after this one
+    ahead = behind  # 1f1b and zero-bubble
+    if name == "gpipe":
+        ahead = micro_batches
+    elif name == "interleaved":
+        ahead = 2 * behind + (virtual_stages - 1) * ranks
+
     ops = forwards[:ahead]
     for n, backward in enumerate(backwards):
         ops += [*forwards[ahead + n :][:1], backward]
-        if name == "zero-bubble" and n >= rank:  # rank r defers its weight gradients by r backwards
+        if name == "zero-bubble" and n >= rank:  # rank r defers its weight gradients by r micro-batches
             ops.append(Op("W", rank, n - rank))
-    if name == "zero-bubble":  # the last ones fill the gap at the end
+    if name == "zero-bubble":  # the deferred ones fill the gap at the end
         ops += [Op("W", rank, n) for n in range(max(0, micro_batches - rank), micro_batches)]
     return ops
 
 
-# ---- what a schedule costs
+def dualpipe(ranks: int, micro_batches: int) -> Schedule:
+    """Return the schedule of DualPipe. Rank r has stage r for the first half of the micro-batches, and stage
+    ranks - 1 - r for the second half, which pass through the ranks in reverse order.
+
+    The order is that of `step` in https://github.com/deepseek-ai/DualPipe, dualpipe/dualpipe.py (2025). Raises
+    SpecError unless both counts are even, with at least twice as many micro-batches as ranks.
+    """
+    check_counts(ranks=ranks, micro_batches=micro_batches)
+    if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
+        given = f"{micro_batches} micro-batches on {ranks} ranks"
+        raise SpecError(f"{given}: dualpipe needs even numbers, and two micro-batches per rank or more")
+    return [_dualpipe_rank(rank, ranks, micro_batches // 2) for rank in range(ranks)]
+
+
+def _dualpipe_rank(rank: int, ranks: int, half: int) -> list[Op]:
+    ops: list[Op] = []
+    deferred: deque[Op] = deque()
+    counts = {kind + end: 0 for kind in "FB" for end in "01"}
+    inner = min(rank, ranks - 1 - rank)  # 0 on the outer ranks
+    outside = ranks // 2 - inner - 1
+    middle = (inner + 1) // 2
+
+    def run(names: str) -> None:
+        """Append operations: F or B with 0 for the direction that enters at the nearer end, or 1 for the other; b for a
+        backward pass that defers the gradients of weights; W for the oldest deferred ones."""
+        for name in names.split():
+            if name == "W":
+                ops.append(deferred.popleft())
+                continue
+            reverse = (name[1] == "1") != (rank >= ranks // 2)
+            number = counts[name.upper()]
+            counts[name.upper()] += 1
+            op = Op(name[0].upper(), ranks - 1 - rank if reverse else rank, number + half * reverse)
+            ops.append(op)
+            if name[0] == "b":
+                deferred.append(op._replace(kind="W"))
+
+    run(2 * outside * "F0 ")
+    run((inner + 1) * "F0 F1 ")
+    run(outside * "b1 W F1 ")
+    run((half - ranks + inner + 1) * "F0 B1 F1 B0 ")
+    run(outside * "B1 F1 B0 ")
+    for n in range(inner + 1):
+        run("b1" if n > middle or (n == middle and inner % 2) else "B1")
+        run("b0" if n >= middle else "B0")
+    run(outside * "W b0 ")
+    run(len(deferred) * "W ")
+    return ops
+
+
+# ---- the cost of a schedule
 
 
 class Span(NamedTuple):
-    """Start and end of an op on its rank."""
+    """Start and end of an operation on its rank."""
 
     op: Op
     rank: int
@@ -83,17 +142,18 @@ class Span(NamedTuple):
 def times(
     plan: Schedule, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, send: float = 0.0
 ) -> list[Span]:
-    """Return when each op runs, if each rank runs its ops in order and each op waits for those that it needs.
+    """Return when each operation runs, if each rank runs its operations in order, as soon as their inputs are there.
 
-    `forward`, and the backward of `inputs` and `weights`, are durations for all layers of a *rank* and one micro-batch:
-    each of several stages takes its share. `send` is the time to send an activation. Raises SpecError for a schedule
-    that deadlocks.
+    `forward`, `inputs` and `weights` are the seconds of all layers of a *rank* for one micro-batch: of the forward
+    pass, and of the gradients of inputs and of weights. A virtual stage takes its share. `send` is the time to send an
+    activation. Raises SpecError for a schedule that deadlocks.
     """
     ranks = len(plan)
-    stages = 1 + max(op.stage for ops in plan for op in ops)
-    split = any(op.kind == "W" for ops in plan for op in ops)
+    every = [op for ops in plan for op in ops]
+    stages = 1 + max(op.stage for op in every)
     share = ranks / stages
-    duration = {"F": forward * share, "B": (inputs if split else inputs + weights) * share, "W": weights * share}
+    split = {op._replace(kind="B") for op in every if op.kind == "W"}
+    seconds = {"F": forward * share, "B": (inputs + weights) * share, "W": weights * share}
     ends: dict[Op, float] = {}
     spans: list[Span] = []
     clocks, queues = [0.0] * ranks, [deque(ops) for ops in plan]
@@ -104,7 +164,7 @@ def times(
                 op = queue.popleft()
                 ready = (ends[other] + (send if other.stage != op.stage else 0.0) for other in needs(op, stages))
                 start = max([clocks[rank], *ready])
-                ends[op] = clocks[rank] = start + duration[op.kind]
+                ends[op] = clocks[rank] = start + (inputs * share if op in split else seconds[op.kind])
                 spans.append(Span(op, rank, start, clocks[rank]))
         if len(spans) == done:
             waiting = {rank: queue[0] for rank, queue in enumerate(queues) if queue}
@@ -113,7 +173,7 @@ def times(
 
 
 def needs(op: Op, stages: int) -> list[Op]:
-    """Return the ops that must end before `op` can run."""
+    """Return the operations that must end before `op` can run."""
     if op.kind == "F":
         return [op._replace(stage=op.stage - 1)] if op.stage else []
     if op.kind == "W":
@@ -123,30 +183,31 @@ def needs(op: Op, stages: int) -> list[Op]:
 
 
 def bubble(spans: list[Span]) -> float:
-    """Return the fraction of all ranks' time that they spend waiting."""
+    """Return the fraction of the time of all ranks that they spend waiting."""
     busy = sum(span.end - span.start for span in spans)
     return 1 - busy / (max(span.end for span in spans) * (1 + max(span.rank for span in spans)))
 
 
 def bubble_formula(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> float:
-    """Return `bubble` by formula, if forward, backward of inputs and backward of weights take one unit of time each.
+    """Return `bubble` by formula, if the forward pass, the gradients of inputs and those of weights take equally long.
 
-    A rank waits p − 1 times for forward and backward of a stage, 3 units (arXiv 2104.04473, section 2.2), v times less
-    if its stages are v times shorter; in ZB-H1 for one unit (arXiv 2401.10241, section 2.2). Holds for m >= p.
+    A rank waits pp - 1 times for the passes of a stage (arXiv 2104.04473, section 2.2). Stages that are v times shorter
+    divide this by v. In ZB-H1, it is one third (arXiv 2401.10241, section 2.2). Holds for m >= pp.
     """
     waits = {"zero-bubble": 1 / 3, "interleaved": 1 / virtual_stages}.get(name, 1.0) * (ranks - 1)
     return waits / (micro_batches + waits)
 
 
-def held(plan: Schedule) -> list[float]:
-    """Return, for each rank, the most micro-batches whose activations it holds at once; one of v stages is 1 / v."""
+def in_flight(plan: Schedule) -> list[float]:
+    """Return, for each rank, the most micro-batches whose activations it stores at the same time. One of v virtual
+    stages counts as 1 / v."""
     stages = 1 + max(op.stage for ops in plan for op in ops)
-    frees = "W" if any(op.kind == "W" for ops in plan for op in ops) else "B"
+    split = {op._replace(kind="B") for ops in plan for op in ops if op.kind == "W"}
     most = []
     for ops in plan:
         now, peak = 0, 0
         for op in ops:
-            now += (op.kind == "F") - (op.kind == frees)
+            now += (op.kind == "F") - (op.kind == "W" or (op.kind == "B" and op not in split))
             peak = max(peak, now)
         most.append(peak * len(plan) / stages)
     return most

@@ -16,7 +16,8 @@ from llmlab.course.techniques.pipeline_schedules import (
     Op,
     bubble,
     bubble_formula,
-    held,
+    dualpipe,
+    in_flight,
     needs,
     schedule,
     times,
@@ -104,9 +105,9 @@ def test_the_bubble_is_what_the_paper_derives(shape):
 
 
 @given(shapes)
-def test_1f1b_holds_a_micro_batch_for_each_rank_behind_and_gpipe_all(shape):
+def test_1f1b_stores_a_micro_batch_for_each_rank_behind_and_gpipe_all(shape):
     name, ranks, micro_batches, virtual_stages = made(shape)
-    most = held(schedule(name, ranks, micro_batches, virtual_stages))
+    most = in_flight(schedule(name, ranks, micro_batches, virtual_stages))
     if name == "gpipe":
         assert most == [micro_batches] * ranks
     elif name == "1f1b":
@@ -116,6 +117,35 @@ def test_1f1b_holds_a_micro_batch_for_each_rank_behind_and_gpipe_all(shape):
     else:  # arXiv 2104.04473, section 2.2.2: more than 1F1B's p, less than twice
         whole = ranks * (1 + (ranks - 1) / (ranks * virtual_stages)) + 1 / virtual_stages
         assert max(most) <= min(micro_batches, whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+@pytest.mark.parametrize("more", [0, 4])
+def test_dualpipe_runs_each_pass_once_and_waits_less_than_zero_bubble(ranks, more):
+    micro_batches = 2 * ranks + more
+    plan = dualpipe(ranks, micro_batches)
+    passes = [op for ops in plan for op in ops if op.kind != "W"]
+    assert sorted(passes) == sorted(Op(k, s, n) for k in "FB" for s in range(ranks) for n in range(micro_batches))
+    half = micro_batches // 2
+    assert all(op.stage == (ranks - 1 - rank if op.micro_batch >= half else rank)
+               for rank, ops in enumerate(plan) for op in ops)  # fmt: skip
+    spans = times(plan)
+    ends = {span.op: span for span in spans}
+    assert all(ends[other].end <= span.start for span in spans for other in needs(span.op, ranks))
+    assert max(span.end for span in spans) - 3 * micro_batches == ranks // 2 - 1
+    assert bubble(spans) < bubble_formula("zero-bubble", ranks, micro_batches)
+    assert in_flight(plan) == [ranks + 1] * ranks  # DeepSeek-V3, arXiv 2412.19437, table 2
+
+
+@pytest.mark.parametrize("given_", [(3, 8), (4, 9), (4, 6)])
+def test_dualpipe_refuses_odd_numbers_and_few_micro_batches(given_):
+    with pytest.raises(SpecError, match="two micro-batches per rank"):
+        dualpipe(*given_)
+
+
+def test_recomputation_halves_the_gain_of_zero_bubble():
+    once, again = (bubble(times(schedule("zero-bubble", 8, 16), 1, inputs, 1)) for inputs in (1, 2))
+    assert once == pytest.approx(7 / (48 + 7)) and again == pytest.approx(14 / (64 + 14))
 
 
 def test_sending_adds_to_the_bubble():
