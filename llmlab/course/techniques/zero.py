@@ -33,43 +33,43 @@ class Unit:
         self.parameters = parameters
         ranks, rank = dist.get_world_size(), dist.get_rank()
         used = sum(p.numel() for p in parameters)
-        self.full = torch.zeros(-(-used // ranks) * ranks, dtype=parameters[0].dtype)  # (P,)
-        views = self.full[:used].split([p.numel() for p in parameters])
+        self.flat = torch.zeros(-(-used // ranks) * ranks, dtype=parameters[0].dtype)  # (P,)
+        views = self.flat[:used].split([p.numel() for p in parameters])
         for parameter, view in zip(parameters, views, strict=True):
             view.copy_(parameter.detach().flatten())
             parameter.data = view.view_as(parameter)
-        self.bytes = self.full.nbytes
-        self.mine = self.full.tensor_split(ranks)[rank]  # (P / dp,)
-        self.shard = nn.Parameter(self.mine)  # a view, so the optimizer updates the flat tensor
+        self.bytes = self.flat.nbytes
+        self.own = self.flat.tensor_split(ranks)[rank]  # (P / dp,)
+        self.chunk = nn.Parameter(self.own)  # a view, so the optimizer updates the flat tensor
         self.waiting = len(parameters)  # gradients that the backward pass has not computed yet
 
     def separate(self) -> None:
         """Copy this rank's chunk into its own memory, and free the flat tensor."""
-        self.shard = nn.Parameter(self.mine.detach().clone())
+        self.chunk = nn.Parameter(self.own.detach().clone())
         self.free()
 
     def gather(self) -> int:
         """All-gather the flat tensor, unless it is in memory already; return the bytes sent."""
-        storage = self.full.untyped_storage()
+        storage = self.flat.untyped_storage()
         if storage.size():
             return 0
         storage.resize_(self.bytes)  # the same storage, to which the tensors that autograd saved refer
-        self.mine.copy_(self.shard.detach())
-        return ring_all_gather(self.full)
+        self.own.copy_(self.chunk.detach())
+        return ring_all_gather(self.flat)
 
     def free(self) -> None:
         """Free the memory of the flat tensor; its storage remains, with a size of 0."""
-        self.full.untyped_storage().resize_(0)
+        self.flat.untyped_storage().resize_(0)
 
     def reduce_gradients(self) -> int:
         """Average the gradients over ranks, store this rank's chunk, and free the others; return the bytes sent."""
-        flat = torch.zeros(self.bytes // self.shard.element_size(), dtype=self.shard.dtype)  # (P,)
+        flat = torch.zeros(self.bytes // self.chunk.element_size(), dtype=self.chunk.dtype)  # (P,)
         flat[: sum(p.numel() for p in self.parameters)] = flat_gradients(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
         sent = ring_reduce_scatter(flat.mul_(1 / dist.get_world_size()))
         chunk = flat.tensor_split(dist.get_world_size())[dist.get_rank()].clone()  # (P / dp,)
-        self.shard.grad = chunk if self.shard.grad is None else self.shard.grad + chunk
+        self.chunk.grad = chunk if self.chunk.grad is None else self.chunk.grad + chunk
         return sent
 
 
@@ -101,7 +101,7 @@ class Zero:
                 module.register_forward_pre_hook(lambda *_, unit=unit: self._gather(unit))
                 module.register_forward_hook(lambda *_, unit=unit: unit.free())
                 module.register_full_backward_pre_hook(lambda *_, unit=unit: self._gather(unit))
-        self.optimizer = optimizer([unit.shard for unit in self.units], **options)
+        self.optimizer = optimizer([unit.chunk for unit in self.units], **options)
 
     def _gather(self, unit: Unit) -> None:
         self.sent += unit.gather()
@@ -122,17 +122,17 @@ class Zero:
         for unit in self.units:
             if self.stage == 1:  # all gradients are still whole
                 self.sent += unit.reduce_gradients()
-            elif unit.shard.grad is None or unit.waiting < len(unit.parameters):  # not reduced
+            elif unit.chunk.grad is None or unit.waiting < len(unit.parameters):  # not reduced
                 flat_gradients(unit.parameters)  # raises an error that names the missing gradients
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.stage < 3:
-            self.sent += sum(ring_all_gather(unit.full) for unit in self.units)
+            self.sent += sum(ring_all_gather(unit.flat) for unit in self.units)
 
     def parameter_bytes(self) -> int:
         """Return the bytes of parameters on this rank now, in whole units and in chunks."""
-        return storage_bytes(tensor for unit in self.units for tensor in (unit.full, unit.shard))
+        return storage_bytes(tensor for unit in self.units for tensor in (unit.flat, unit.chunk))
 
     def gradient_bytes(self) -> int:
         """Return the bytes of gradients on this rank now."""
-        return storage_bytes(p.grad for p in [*self.model.parameters(), *(unit.shard for unit in self.units)])
+        return storage_bytes(p.grad for p in [*self.model.parameters(), *(unit.chunk for unit in self.units)])
