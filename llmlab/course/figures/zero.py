@@ -19,7 +19,7 @@ def draw_shards(stages: Mapping[str, Mapping[str, float]], ranks: int = 4) -> Pi
     `stages` has the bytes per parameter on one rank by kind of tensor; at the first one, a rank stores everything.
     """
     picture, ax = sketch(36 + 92 * len(stages))
-    for x, (kind, color) in zip((60, 148, 246), STATES.items(), strict=True):
+    for x, (kind, color) in zip((60.0, 148.0, 246.0), STATES.items(), strict=True):
         box(ax, x, 8, 12, 12, "", color)
         label(ax, x + 18, 14, kind)
     everything, texts = next(iter(stages.values())), []
@@ -29,7 +29,7 @@ def draw_shards(stages: Mapping[str, Mapping[str, float]], ranks: int = 4) -> Pi
         label(ax, 60, y, total, weight="bold")
         for rank in range(ranks):
             label(ax, 54, y + 19 + 15 * rank, f"rank {rank}", "right")
-            x = 60.0
+            x = 60
             for kind, whole in everything.items():
                 before = rank * whole / ranks if stored[kind] < whole else 0
                 pieces = (before, WHITE), (stored[kind], STATES[kind]), (whole - before - stored[kind], WHITE)

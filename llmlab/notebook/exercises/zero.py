@@ -13,7 +13,7 @@ SUM = 1 + 2 + 3  # the gradients of three ranks are 1, 2 and 3 times those of th
 
 
 class Unit:
-    """The unit of the page, but `free` fills it with NaN: a function that reads freed weights then does not end Python."""
+    """The unit of the page, except that `free` fills it with NaN: to read memory that is gone could end the process."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rank: int, dp: int) -> None:
         self.parameters, self.rank, self.dp = list(parameters), rank, dp
@@ -130,7 +130,7 @@ def _mean(unit: Unit, passes: int = 1) -> bool:
 
 
 reduce_in_backward = {
-    "the chunk has the mean over ranks": lambda f: all(_mean(_reduced(f, ((2, 3), (3,)), rank)[0]) for rank in range(3)),
+    "the chunk has the mean over ranks": lambda f: all(_mean(_reduced(f, ((2, 3), 3), rank)[0]) for rank in range(3)),
     "so does a padded one": lambda f: all(_mean(_reduced(f, (4, 3), rank)[0]) for rank in range(3)),
     "the whole gradients are gone": lambda f: all(p.grad is None for p in _reduced(f, (4, 3))[0].parameters),
     "one message, when all gradients are there": lambda f: _reduced(f, (4, 3, 2))[1] == [3],
@@ -175,7 +175,8 @@ def _gathered(function: Callable[..., Any], checkpointed: bool = False) -> dict[
         whole["backward"] = [unit.whole() for unit in units]
     gradients = [_flat(p.grad for block in chain for p in block.parameters() if p.grad is not None)
                  for chain in (plain, sharded)]  # fmt: skip
-    right = torch.equal(*outputs) and gradients[0].shape == gradients[1].shape and torch.allclose(*gradients)
+    (one, other), (first, second) = gradients, outputs
+    right = torch.equal(first, second) and one.shape == other.shape and torch.allclose(one, other)
     return {"right": right, "messages": messages, **whole}
 
 

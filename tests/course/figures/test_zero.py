@@ -1,6 +1,6 @@
 """The drawings on ZeRO show the bytes and times that they are given."""
 
-from llmlab.course.figures.zero import SHARDED_PARTS, draw_prefetch, draw_shards, draw_sharded_steps, draw_weights
+from llmlab.course.figures.zero import SHARDED_PARTS, draw_prefetch, draw_sharded_steps, draw_shards, draw_weights
 
 
 def test_shards_sum_their_bytes():
