@@ -9,7 +9,7 @@ from torch import nn
 
 
 def shard_units(model: nn.Module, blocks: Iterable[nn.Module], **arguments: Any) -> None:
-    """Make FSDP2's units, which are gathered and freed as a whole: each of `blocks`, and what is outside of them."""
+    """Make each of `blocks` a unit of FSDP2, gathered and freed as a whole; all other parameters are one more."""
     from torch.distributed.fsdp import fully_shard
 
     for block in blocks:

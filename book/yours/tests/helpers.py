@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector
-from yours import ddp, tp, trainer
+from yours import ddp, tp, trainer, zero
 from yours.gpt import GPT, Llama, initialize
 
 V = 512
@@ -99,3 +99,31 @@ def shares_of_a_rank(sequence_parallel):
     errors = {name: error(weight.grad, expected[name]) for name, weight in share.named_parameters()}
     elements = sum(weight.numel() for weight in share.parameters())
     return {"logits": joined.tolist(), "loss": loss.item(), "errors": errors, "elements": elements}
+
+
+def weights_of_a_rank(lengths, updates, runs):
+    """Run in each rank: return the weights after some updates of yours, from this rank's share of the texts.
+
+    A run is a stage of ZeRO, a number of micro-batches, and a number of blocks that are checkpointed. Stage 0 is DDP.
+    """
+    rank, dp, everyone = dist.get_rank(), dist.get_world_size(), texts(lengths)
+    mine = [everyone[number] for number in ddp.share(len(everyone), rank, dp, epoch=0)]
+    found = []
+    for stage, number, checkpointed in runs:
+        model, size = small_gpt(), len(mine) // number
+        batches = [padded(mine[n : n + size]) for n in range(0, len(mine), size)]
+        if stage:
+            optimizer = zero.shard(model, model.h, stage, momentum_sgd)
+        else:
+            ddp.average_in_backward(list(model.parameters()), dp, dist.all_reduce, 100_000)
+            optimizer = momentum_sgd(list(model.parameters()))
+        for _ in range(updates):
+            trainer.update(model, batches, optimizer, checkpointed=checkpointed)
+        for unit in optimizer.units if stage else []:
+            unit.gather(dist.all_gather_into_tensor)
+        found.append(parameters_to_vector(model.parameters()).tolist())
+    return found
+
+
+def momentum_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)

@@ -20,12 +20,12 @@ from .job import TINY_GPT
 
 
 def deepspeed_config(stage: int) -> dict:
-    """Return a DeepSpeed config that agrees with the Trainer's arguments: "auto" is taken from them."""
+    """Return a configuration of DeepSpeed, in which "auto" stands for the value of the Trainer's argument."""
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "zero_optimization": {"stage": stage},
-        **DEEPSPEED_COMMON,  # among it: torch's AdamW, which the Trainer makes, will do
+        **DEEPSPEED_COMMON,  # it allows torch's AdamW, which the Trainer creates
         "gradient_clipping": "auto",
     }
 

@@ -1,4 +1,4 @@
-"""What the ZeRO page runs in real processes, in one launch: every engine's losses and bytes, and two of its knobs."""
+"""Train a small GPT with every engine of ZeRO in real processes: losses, bytes, and settings of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KNOBS = (
 
 
 def over_the_step() -> list[tuple[str, int]]:
-    """Run in each rank: the bytes of parameters that our stage 3 holds, at each gather and free of one step."""
+    """Run in each rank: return the bytes of parameters in memory at moments of a step of our stage 3."""
     model = new_gpt()
     shared = Zero(model, list(model.h), 3, torch.optim.AdamW, lr=1e-3)
     seen = [("start", shared.parameter_bytes())]
@@ -44,9 +44,9 @@ def over_the_step() -> list[tuple[str, int]]:
 
 
 def persistence(threshold: int) -> int:
-    """Run in each rank: the bytes of parameters between steps of DeepSpeed's stage 3.
+    """Run in each rank: return the bytes of parameters between the steps of DeepSpeed's stage 3.
 
-    Parameters of fewer elements than `threshold` (stage3_param_persistence_threshold) stay whole.
+    Parameters with fewer elements than `threshold` (stage3_param_persistence_threshold) stay whole.
     """
     model = new_gpt()
     engine = deepspeed(model, 3, stage3_param_persistence_threshold=threshold)
@@ -56,14 +56,14 @@ def persistence(threshold: int) -> int:
 
 
 def knobs() -> dict[str, float]:
-    """Return DeepSpeed's own defaults of what stage 3 may hold at once, in elements."""
+    """Return the defaults of DeepSpeed's limits for stage 3, in elements."""
     DeepSpeedZeroConfig = symbol("deepspeed.runtime.zero.config.DeepSpeedZeroConfig")
     names = {field.alias or name: field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
     return {name: float(names[name]) for name in KNOBS}
 
 
 def chapter(steps: int, with_deepspeed: bool) -> dict[str, Any]:
-    """Run in each rank: all that the page shows; DeepSpeed's part where it is installed."""
+    """Run in each rank: all experiments of the page, in one launch; those of DeepSpeed only if it is installed."""
     ranks = dist.get_world_size()
     runs = {**RUNS, **(DEEPSPEED if with_deepspeed else {})}
     return {

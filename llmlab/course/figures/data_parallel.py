@@ -147,11 +147,14 @@ def draw_overlap(forward: float, backward: float, message: float, buckets: int) 
                     f"The gradients are averaged at the end: {'; '.join(ends)}.")  # fmt: skip
 
 
-def draw_steps(steps: Mapping[str, Mapping[str, float]], shares: bool = False) -> Picture:
+def draw_steps(
+    steps: Mapping[str, Mapping[str, float]], shares: bool = False, colors: Mapping[str, str] = PARTS
+) -> Picture:
     """Draw the whole step of each row as one bar: seconds of compute, of exposed messages, of the slowdown by hidden
-    messages, of the update, and of the wait for the slowest rank. With `shares`, all bars are equally long."""
+    messages, of the update, and of the wait for the slowest rank, or those parts that `colors` has. With `shares`, all
+    bars are equally long."""
     picture, ax = sketch(54 + 54 * len(steps))
-    for place, (name, color) in enumerate(PARTS.items()):
+    for place, (name, color) in enumerate(colors.items()):
         x, y = (12, 112, 270)[place % 3], 10 + 18 * (place // 3)
         box(ax, x, y, 12, 12, "", color)
         label(ax, x + 18, y + 6, name)
@@ -159,10 +162,10 @@ def draw_steps(steps: Mapping[str, Mapping[str, float]], shares: bool = False) -
     texts = []
     for row, (name, parts) in enumerate(steps.items()):
         y, scale = 64 + 54 * row, 376 / (sum(parts.values()) if shares else longest)
-        values = [parts[part] for part in PARTS]
+        values = [parts[part] for part in colors]
         numbers = " + ".join(f"{1e3 * value:.0f}" for value in values)
         label(ax, 12, y, f"{name}: {numbers} = {1e3 * sum(values):.0f} ms")
-        pieces = [(size, "", color) for size, color in zip(values, PARTS.values(), strict=True)]
+        pieces = [(size, "", color) for size, color in zip(values, colors.values(), strict=True)]
         strip(ax, 12, y + 10, pieces, scale, 20)
         texts.append(f"{name}: {numbers} = {1e3 * sum(values):.0f} ms")
-    return finished(picture, f"Milliseconds of a step: {' + '.join(PARTS)}. {'; '.join(texts)}.")
+    return finished(picture, f"Milliseconds of a step: {' + '.join(colors)}. {'; '.join(texts)}.")

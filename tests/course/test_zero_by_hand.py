@@ -1,0 +1,89 @@
+"""The sums that the chapter on ZeRO does by hand agree with the estimate."""
+
+from dataclasses import replace
+
+import pytest
+
+import llmlab as lab
+from llmlab.course.job import H100, MODEL_8B, job, states
+from llmlab.formulas.time.communication import bytes_sent
+from llmlab.formulas.time.distributed import step
+from llmlab.formulas.time.efficiency import efficiency
+from llmlab.formulas.time.kernels import kernels
+from llmlab.hardware.gpu import gpu
+from llmlab.hardware.links import cluster
+
+SPEC, DP = lab.model(MODEL_8B), 8
+N, L, H, V, T = SPEC.parameters, SPEC.layers, SPEC.hidden, SPEC.vocab, 4096
+ZERO_1, ZERO_2, ZERO_3, LAST = (state.run for state in states("12-zero") if state.run.zero)
+BLOCK = (N - 2 * V * H - H) // L
+LOSS = 14 * T * V + 8 * T * H
+GATHERED = 4 * V * H + 2 * BLOCK
+SAVED = (20 * H + 4 * SPEC.kv_heads * SPEC.head_dim + 8 * SPEC.intermediate + 4 * SPEC.heads) * T
+FAST, SHARED = cluster(H100, "InfiniBand-NDR"), cluster(H100, "InfiniBand-NDR", adapters=1)
+
+
+def peak(run):
+    return lab.estimate(MODEL_8B, run, H100).peak_allocated
+
+
+@pytest.mark.parametrize("run, by_hand", [
+    (ZERO_1, 4 * N + 16 * N / DP + 2 * T * V),
+    (ZERO_2, 2 * N + 12 * N / DP + LOSS + 2 * T * H * L),
+    (ZERO_3, GATHERED + 12 * N / DP + LOSS + 2 * T * H * L),
+    (LAST, GATHERED + 12 * N / DP + LOSS + SAVED * L),
+    (replace(ZERO_3, stack="deepspeed"), 16 * N / DP + 2 * 10**9 + 10**9 + LOSS + 2 * T * H * L),
+])  # fmt: skip
+def test_peaks(run, by_hand):
+    assert peak(run) == pytest.approx(by_hand, rel=4e-3)
+
+
+def test_messages_copies_and_updates_on_eight_gpus():
+    memory, one = kernels(gpu(H100)).bandwidth, bytes_sent("all-gather", 2 * N, DP) / FAST.group(DP).bandwidth
+    for run, messages, moved in ((ZERO_1, 2, 40), (ZERO_3, 3, 84)):
+        predicted = step(MODEL_8B, run, H100, FAST)
+        assert predicted.data_sent == pytest.approx(messages * one, rel=0.13)  # the rest is latency
+        assert predicted.update == pytest.approx(moved * N / DP / memory, rel=0.01)
+    slowdown = predicted.data - predicted.data_exposed - 12 * N / memory
+    assert 0 < slowdown < 0.45 * predicted.data_sent
+
+
+def test_on_one_machine_a_lower_stage_without_checkpointing_is_faster_than_zero_3():
+    times = [lab.estimate(MODEL_8B, replace(LAST, zero=stage), H100) for stage in (1, 2, 3)]
+    assert [report.outcome for report in times] == ["fits"] * 3
+    assert max(report.step_seconds for report in times[:2]) < 0.93 * times[2].step_seconds
+
+
+def test_the_worked_problems():
+    rate, link = efficiency(H100).matmul["bf16"], FAST.group(DP).bandwidth
+    assert 7 / 8 * rate / link == pytest.approx(1462, rel=2e-3)
+    many = replace(ZERO_3, dp=512)
+    latency = 63 * 14e-6 + 448 * 3.4e-6
+    gather = latency + 511 / 512 * 2 * BLOCK / FAST.group(512).bandwidth
+    layer = step(MODEL_8B, many, H100, FAST).layer
+    assert layer["gather"] == pytest.approx(gather, rel=0.01)
+    assert T * gather / layer["forward"] == pytest.approx(3200, rel=0.01)
+    assert rate / SHARED.group(512).bandwidth == pytest.approx(12_900, rel=0.01)
+    card = gpu("RTX-4090")
+    predicted = step(MODEL_8B, ZERO_3, card, cluster(card))
+    assert predicted.data_exposed == pytest.approx(0.5 * predicted.seconds, rel=0.03)
+
+
+def test_zero_2_needs_more_than_zero_1_if_only_the_last_micro_batch_reduces():
+    four = replace(ZERO_1, accumulation=4)
+    late = replace(four, zero=2, sync_each_batch=False)
+    assert peak(late) - peak(four) == pytest.approx(2 * N, rel=0.01)
+    assert peak(replace(four, zero=2)) < peak(four)
+
+
+def test_stragglers_and_not_reductions_separate_zero_1_from_zero_2():
+    long = replace(ZERO_3, dp=64, accumulation=8)
+    one, two = (step(MODEL_8B, replace(long, zero=stage), H100, FAST) for stage in (1, 2))
+    assert two.scale - one.scale > two.seconds - one.seconds > 2 * (two.data - one.data)
+
+
+def test_copies_between_machines_pay_only_if_gpus_share_an_adapter():
+    flat = replace(job("12-zero"), dp=64)
+    hybrid = replace(flat, dp_replicate=8)
+    assert step(MODEL_8B, hybrid, H100, SHARED).seconds < 0.85 * step(MODEL_8B, flat, H100, SHARED).seconds
+    assert step(MODEL_8B, hybrid, H100, FAST).seconds > step(MODEL_8B, flat, H100, FAST).seconds
