@@ -47,6 +47,7 @@ from .experiments.cluster import Place, join, place
 from .inference import Request, Scheduler, generate
 from .inference.drafts import Bigram
 from .quantize import bits_per_weight, file_bytes, nf4
+from .quantize.algorithms.rtn import rtn
 from .quantize.whole import linears, quantize_model
 from .techniques.learning_rate import warmup_cosine
 from .techniques.lora import inject, merge, trained_parameters
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 ENGINES = ("torch", "accelerate", "deepspeed")
+RECORD = Path(__file__).with_name("capstone.json")  # a run of the toy
 CLIP = 1.0  # largest joint norm of all gradients
 IGNORED = -100  # the label of a token that has no loss
 
@@ -105,6 +107,18 @@ SCALES = {
                 tuning=Training(8, 128, precision="autocast-fp16"), tuning_rate=2e-3, save_every=50, windows=15,
                 mixes=("Q8_0", "Q4_K_M")),
 }  # fmt: skip
+
+
+@dataclass
+class Session:
+    """Where a run is, and who watches it: `engine` trains, `settings` are DeepSpeed's, `on_step` hears of each step."""
+
+    folder: Path
+    here: Place = Place()
+    device: torch.device = torch.device("cpu")
+    engine: str = "torch"
+    settings: dict[str, Any] = field(default_factory=dict)
+    on_step: Callable[[str, int, float], None] = lambda phase, step, loss: None
 
 
 def predict(scale: Scale, text_bytes: int, tokens_per_byte: float) -> dict[str, float]:
@@ -170,15 +184,18 @@ def prompt(question: str) -> str:
     return f"Question: {question}\nAnswer:"
 
 
-def prepare(scale: Scale, folder: Path, source: str = PYTHON_DOCS) -> Data:
+def prepare(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> Data:
     """Train the tokenizer, encode the text, and pack it: documents end to end, cut into rows without any padding."""
-    text, S, packed = corpus(source), scale.pretraining.seq_len, folder / "tokens.bin"
+    text, S, packed = corpus(source), scale.pretraining.seq_len, session.folder / "tokens.bin"
     encoder = tokenizer(scale.spec.vocab, source)
-    if not packed.exists():
-        with whole(folder / "tokenizer.json") as path:
+    if session.here.rank == 0 and not packed.exists():
+        session.folder.mkdir(parents=True, exist_ok=True)
+        with whole(session.folder / "tokenizer.json") as path:
             encoder.save(str(path))
         with whole(packed) as path:  # two bytes per token, as no vocabulary here has more than 65,536
             np.array(encoder.encode(END_OF_TEXT.join(documents(text))).ids, np.uint16).tofile(path)
+    if session.here.ranks > 1:
+        dist.barrier()
     ids = np.fromfile(packed, np.uint16)
     held_out = len(ids) // 10
     rows, last = (
@@ -296,7 +313,8 @@ def start_engine(name: str, progress: Progress, here: Place, settings: dict[str,
     if name == "accelerate":
         from accelerate import Accelerator
 
-        accelerator = Accelerator()
+        # Without `cpu`, an Accelerator on ranks that have no GPU trains each of them alone, and says nothing.
+        accelerator = Accelerator(cpu=weights[0].device.type == "cpu")
         prepared, stepped = accelerator.prepare(model, optimizer)
 
         def update() -> None:
@@ -326,18 +344,6 @@ def start_engine(name: str, progress: Progress, here: Place, settings: dict[str,
 
     wrapped = nn.parallel.DistributedDataParallel(model) if here.ranks > 1 else model
     return Engine(wrapped, lambda loss: scaler.scale(loss).backward(), clip_and_step)
-
-
-@dataclass
-class Session:
-    """Where a run is, and who watches it: `engine` trains, `settings` are DeepSpeed's, `on_step` hears of each step."""
-
-    folder: Path
-    here: Place = Place()
-    device: torch.device = torch.device("cpu")
-    engine: str = "torch"
-    settings: dict[str, Any] = field(default_factory=dict)
-    on_step: Callable[[str, int, float], None] = lambda phase, step, loss: None
 
 
 def train(
@@ -475,6 +481,11 @@ def to_nf4(weight: Tensor, inputs: Tensor | None = None) -> Tensor:
     return nf4.decode(*nf4.encode(weight), weight.shape)
 
 
+def to_two_bits(weight: Tensor, inputs: Tensor | None = None) -> Tensor:
+    """Return the weights rounded to four values per group of 32: too few, so that an evaluation must notice."""
+    return rtn(weight, bits=2, group=32).dequantize()
+
+
 def write_nf4(path: Path, model: Llama) -> None:
     """Write codes and scales of the linear layers, and all other weights in fp32."""
     from safetensors.torch import save_file
@@ -546,13 +557,12 @@ def llama_cpp_tokens(path: Path, encoder: Tokenizer, prompts: Sequence[str], new
 def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, Any]:
     """Do all steps in `session.folder`; return what was predicted and what was measured, on rank 0."""
     folder, clock = session.folder, Clock()
-    folder.mkdir(parents=True, exist_ok=True)
     text = corpus(source)
     sample = text[: len(text) // 20]
     encoder = tokenizer(scale.spec.vocab, source)
     predicted = predict(scale, len(text.encode()), len(encoder.encode(sample).ids) / len(sample.encode()))
 
-    data = prepare(scale, folder, source)
+    data = prepare(scale, session, source)
     clock("tokens")
     pretraining = pretrain(scale, data, session)
     pretrained = copy_of(pretraining.model.cpu()).eval()  # type: ignore[arg-type]
@@ -567,7 +577,7 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
     formats = quantize(scale, data, tuned, folder)
     clock("quantization")
     models = {"pairs of tokens": Bigram(data.rows.flatten(), scale.spec), "pretrained": pretrained, "tuned": tuned,
-              **formats}  # fmt: skip
+              **formats, "2 bits": quantize_model(tuned, to_two_bits)}  # fmt: skip
     losses = {name: window_losses(model, data.held_out) for name, model in models.items()}
     exam = {name: answer_losses(model, data.tokenizer, data.exam, scale.tuning.seq_len)
             for name, model in models.items()}  # fmt: skip
@@ -605,18 +615,18 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
     }  # fmt: skip
     with whole(folder / "report.json") as path:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return {**report, "seconds": clock.seconds}
+    return {**report, "core seconds": clock.seconds}
 
 
 class Clock:
-    """Seconds of each part of the run."""
+    """Seconds that each part of the run kept the cores busy, summed over the cores."""
 
     def __init__(self) -> None:
-        self.last, self.seconds = time.perf_counter(), dict[str, float]()
+        self.last, self.seconds = time.process_time(), dict[str, float]()
 
     def __call__(self, part: str) -> None:
-        now = time.perf_counter()
-        self.seconds[part], self.last = now - self.last, now
+        now = time.process_time()
+        self.seconds[part], self.last = round(now - self.last, 1), now
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -625,6 +635,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scale", choices=SCALES, default="toy")
     parser.add_argument("--engine", choices=ENGINES, default="torch")
     parser.add_argument("--settings", type=Path, help="ds_config.json of a plan, for --engine deepspeed")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="where everything is written, with the times")
     parser.add_argument("--local_rank", "--local-rank", help="from the deepspeed launcher; LOCAL_RANK says it too")
     given = parser.parse_args(arguments)
     here = place()
@@ -634,12 +645,23 @@ def main(arguments: list[str] | None = None) -> None:
     report = run(SCALES[given.scale], session)
     if here.ranks > 1:
         dist.destroy_process_group()
+    if report and given.record:
+        given.record.write_text(json.dumps(rounded(report), indent=1) + "\n", encoding="utf-8")
     if report:
         for name, expected in report["predicted"].items():
             found = report["measured"].get(name)
             print(f"{name:34} predicted {expected:14,.2f}" + (f"   measured {found:14,.2f}" if found else ""))
         for one in report["transcript"]:
             print(f"\n{one['question']}\n  {list(one.values())[-1]}")
+
+
+def rounded(value: Any) -> Any:
+    """Return the same with floats of five digits."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def report_step(phase: str, step: int, loss: float) -> None:

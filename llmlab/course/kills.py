@@ -85,7 +85,7 @@ def interrupted(kills: int, work: Path, scale: Scale, seed: int = 0) -> dict[str
     """
     chance, source = random.Random(seed), str(work / "text.txt")
     (work / "text.txt").write_text(corpus()[PIECE], encoding="utf-8")
-    prepare(scale, work, source)  # every child finds the tokenizer in memory
+    prepare(scale, Session(work), source)  # every child finds the tokenizer in memory
     expected = work / "uninterrupted"
     expected.mkdir()
     began = time.perf_counter()
