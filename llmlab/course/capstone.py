@@ -26,7 +26,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,7 +44,7 @@ from ..specs.model import model as find_model
 from ..specs.run import LoRA, Training
 from .architectures.llama import Llama
 from .experiments.cluster import Place, join, place
-from .inference import Request, Scheduler, generate
+from .inference import Request, Scheduler
 from .inference.drafts import Bigram
 from .quantize import bits_per_weight, file_bytes, nf4
 from .quantize.algorithms.rtn import rtn
@@ -66,6 +66,11 @@ IGNORED = -100  # the label of a token that has no loss
 # ---- 0. The plan: what is trained, how, and what to expect of it
 
 
+ADAPTERS = LoRA(rank=8, targets=TARGETS, dropout=0.05)
+LESSONS = Training(micro_batch=8, seq_len=128)
+ALONE, CPU = Place(), torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Scale:
     """The sizes of a run."""
@@ -75,8 +80,8 @@ class Scale:
     steps: int
     learning_rate: float = 8e-3  # the highest; a larger model needs a lower one
     decay: float = 0.1  # of the weights
-    lora: LoRA = LoRA(rank=8, targets=TARGETS, dropout=0.05)
-    tuning: Training = Training(micro_batch=8, seq_len=128)
+    lora: LoRA = ADAPTERS
+    tuning: Training = LESSONS
     tuning_steps: int = 80
     tuning_rate: float = 4e-3
     save_every: int = 25  # steps
@@ -101,7 +106,7 @@ SMALLEST = {**LLAMA, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 
 SCALES = {
     "test": Scale(SMALLEST, Training(2, 32), 60, tuning=Training(2, 64), tuning_steps=20, save_every=5, windows=8,
                   mixes=("Q8_0",), answers=2, answer_tokens=8),
-    "toy": Scale(LLAMA, Training(8, 128), 250),
+    "toy": Scale(LLAMA, Training(8, 128), 500),
     # The recipe of the book's small Llama, which all chapters use.
     "t4": Scale(SMALL_LLAMA, Training(2, 1024, precision="autocast-fp16"), 500, learning_rate=2e-3, decay=3.0,
                 tuning=Training(8, 128, precision="autocast-fp16"), tuning_rate=2e-3, save_every=50, windows=15,
@@ -114,8 +119,8 @@ class Session:
     """Where a run is, and who watches it: `engine` trains, `settings` are DeepSpeed's, `on_step` hears of each step."""
 
     folder: Path
-    here: Place = Place()
-    device: torch.device = torch.device("cpu")
+    here: Place = ALONE
+    device: torch.device = CPU
     engine: str = "torch"
     settings: dict[str, Any] = field(default_factory=dict)
     on_step: Callable[[str, int, float], None] = lambda phase, step, loss: None
@@ -171,13 +176,13 @@ def questions(text: str) -> list[tuple[str, str]]:
     [('What does len do?', 'Return the length (the number of items).')]
     """
     defined = re.compile(
-        r"^( *)(?:class |classmethod |static |async )*([A-Za-z_][\w.]*)\([^\n]*\)\n\n((?:\1   \S[^\n]*\n)+)", re.M
+        r"^( *)(?:class |classmethod |static |async )*([A-Za-z_][\w.]{2,})\([^\n]*\)\n\n((?:\1   \S[^\n]*\n)+)", re.M
     )
     found: dict[str, str] = {}
     for _, name, description in defined.findall(text):
         first = re.split(r"\.\s", " ".join(description.split()) + " ")[0].rstrip(". ") + "."
         found.setdefault(f"What does {name} do?", first)
-    return [(question, answer) for question, answer in found.items() if len(answer) < 200]
+    return [(question, answer) for question, answer in found.items() if 20 < len(answer) < 200]
 
 
 def prompt(question: str) -> str:
@@ -332,7 +337,8 @@ def start_engine(name: str, progress: Progress, here: Place, settings: dict[str,
 
         if settings.get("zero_optimization", {}).get("stage", 0):
             raise SpecError("this script saves whole states, and ZeRO divides them: plan with fixed={'zero': 0}")
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**settings, "gradient_clipping": CLIP})
+        config = {**settings, "gradient_clipping": CLIP}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         return Engine(engine, engine.backward, engine.step)
 
     def clip_and_step() -> None:
@@ -518,11 +524,14 @@ def quantize(scale: Scale, data: Data, model: Llama, folder: Path) -> dict[str, 
 # ---- 6. Serving: this book's scheduler, and llama.cpp
 
 
-def serve(model: nn.Module, encoder: Tokenizer, prompts: Sequence[str], new: int) -> list[Request]:
-    """Answer all prompts together by continuous batching: greedy tokens, until the end of the text."""
+BEGINNINGS = ("The with statement is used to", "If the class", "When a function is called,")
+
+
+def serve(model: nn.Module, encoder: Tokenizer, prompts: Sequence[str], new: int, **sampling: Any) -> list[Request]:
+    """Answer all prompts together by continuous batching, until the end of the text; the likeliest tokens by default."""
     scheduler = Scheduler(model, blocks=256, block_size=16)
     stop = encoder.token_to_id(END_OF_TEXT)
-    requests = [scheduler.submit(encoder.encode(text).ids, new, stop=stop) for text in prompts]
+    requests = [scheduler.submit(encoder.encode(text).ids, new, stop=stop, **sampling) for text in prompts]
     scheduler.run()
     return requests
 
@@ -586,6 +595,8 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
     prompts = [prompt(question) for question, _ in asked]
     served = {name: serve(models[name], data.tokenizer, prompts, scale.answer_tokens)
               for name in ("pretrained", scale.mixes[0])}  # fmt: skip
+    sampled = serve(pretrained, data.tokenizer, BEGINNINGS, scale.answer_tokens, temperature=0.5, top_p=0.9,
+                    seed=scale.seed)
     clock("serving")
     stop = data.tokenizer.token_to_id(END_OF_TEXT)
     measured = {
@@ -607,6 +618,7 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
         "bits per byte": {name: bits_per_byte(found, data.held_out, data.tokenizer) for name, found in losses.items()},
         "exam": {name: found.tolist() for name, found in exam.items()},
         "ended": {name: sum(r.output[-1] == stop for r in requests) for name, requests in served.items()},
+        "continuations": [data.tokenizer.decode(request.prompt + request.output) for request in sampled],
         "transcript": [
             {"question": question, "expected": answer,
              **{name: answer_of(requests[i], data.tokenizer) for name, requests in served.items()}}

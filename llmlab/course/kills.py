@@ -2,8 +2,8 @@
 
     python -m llmlab.course.kills --kills 100
 
-Each life of the run is a child of this process, forked after torch was imported, which saves the 5 seconds of an import.
-SIGKILL cannot be caught: the child can clean up nothing, as when a machine loses its power.
+Each life of the run is a child of this process. It is forked after torch was imported, because an import takes seconds.
+A process cannot catch SIGKILL, so the child cleans up nothing, as if the machine had lost its power.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import random
 import signal
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it, in each child if not here
+import torch._dynamo  # noqa: F401  # optimizers import it, in each child if not here
 
 from ..data import corpus
 from .capstone import SCALES, Scale, Session, prepare, run
@@ -32,6 +33,7 @@ def live(folder: Path, scale: Scale, source: str) -> None:
     """Run all that is left, and note each step in the file `steps`, which no kill can take back."""
     torch.set_num_threads(1)  # a forked process has none of its parent's threads
     notes = os.open(folder / "steps", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(notes, b"life\n")
 
     def note(phase: str, step: int, loss: float) -> None:
         os.write(notes, f"{phase} {step}\n".encode())
@@ -52,16 +54,19 @@ def child(folder: Path, scale: Scale, source: str) -> int:
         os._exit(code)
 
 
-def lost_steps(folder: Path) -> list[int]:
-    """Return, for each restart in the notes, how many steps were done again."""
-    last: dict[str, int] = {}
-    lost = []
-    for line in (folder / "steps").read_text().splitlines():
-        phase, step = line.split()
-        if int(step) <= last.get(phase, 0):
-            lost.append(last[phase] - int(step) + 1)
-        last[phase] = int(step)
-    return lost
+def lives(folder: Path, scale: Scale) -> list[tuple[int, int]]:
+    """Return the first and the last step of each life in the notes; LoRA's steps are counted on from pretraining's."""
+    found: list[tuple[int, int]] = []
+    for life in (folder / "steps").read_text().split("life\n")[1:]:
+        steps = [(scale.steps if line.startswith("tune") else 0) + int(line.split()[1]) for line in life.splitlines()]
+        if steps:
+            found.append((steps[0], steps[-1]))
+    return found
+
+
+def repeated(found: list[tuple[int, int]]) -> list[int]:
+    """Return how many steps each life after the first did again."""
+    return [max(0, before - first + 1) for (_, before), (first, _) in pairwise(found)]
 
 
 def results(folder: Path) -> tuple[str, dict[str, dict[str, torch.Tensor]]]:
@@ -93,7 +98,7 @@ def interrupted(kills: int, work: Path, scale: Scale, seed: int = 0) -> dict[str
     length = time.perf_counter() - began
     if status:
         raise RuntimeError(f"the run that nobody killed ended with status {status}")
-    done, finished, lost, equal = 0, 0, list[int](), True
+    done, finished, lost, equal, longest = 0, 0, list[int](), True, list[tuple[int, int]]()
     while done < kills or not finished:
         folder = work / f"run-{finished}"
         folder.mkdir(exist_ok=True)
@@ -106,16 +111,16 @@ def interrupted(kills: int, work: Path, scale: Scale, seed: int = 0) -> dict[str
         if not ended:
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            done += 1
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            done += 1
             continue
         if status:
             raise RuntimeError(f"a run that was killed before did not start again: status {status}")
         equal, finished = equal and same(folder, expected), finished + 1
-        lost += lost_steps(folder)
-    return {"kills": done, "finished runs": finished, "restarts that repeated steps": len(lost),
-            "most steps repeated": max(lost, default=0), "steps between checkpoints": scale.save_every,
-            "bit for bit": equal}  # fmt: skip
+        found = lives(folder, scale)
+        lost, longest = lost + repeated(found), max(longest, found, key=len)
+    return {"kills": done, "finished runs": finished, "restarts": len(lost), "most steps repeated": max(lost, default=0),
+            "steps between checkpoints": scale.save_every, "bit for bit": equal, "lives of a run": longest}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
