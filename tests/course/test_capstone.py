@@ -67,7 +67,6 @@ def test_the_recorded_run_is_of_this_script():
     again = capstone.predict(toy, len(text.encode()), share)
     assert again == pytest.approx(RECORD["predicted"], rel=1e-3)
     assert [len(losses) for losses in RECORD["losses"].values()] == [toy.steps, toy.tuning_steps]
-    assert sum(RECORD["core seconds"].values()) < 2 * 60  # a minute on two cores, of whatever machine recorded it
 
 
 def test_lora_learns_to_answer_and_to_stop():
