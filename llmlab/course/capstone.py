@@ -528,7 +528,7 @@ BEGINNINGS = ("The with statement is used to", "If the class", "When a function 
 
 
 def serve(model: nn.Module, encoder: Tokenizer, prompts: Sequence[str], new: int, **sampling: Any) -> list[Request]:
-    """Answer all prompts together by continuous batching, until the end of the text; the likeliest tokens by default."""
+    """Answer all prompts together by continuous batching, up to the end of the text; by default greedily."""
     scheduler = Scheduler(model, blocks=256, block_size=16)
     stop = encoder.token_to_id(END_OF_TEXT)
     requests = [scheduler.submit(encoder.encode(text).ids, new, stop=stop, **sampling) for text in prompts]
@@ -549,7 +549,6 @@ def llama_cpp_tokens(path: Path, encoder: Tokenizer, prompts: Sequence[str], new
     engine = LlamaCpp(str(path), n_ctx=256, n_threads=1, verbose=False)
     stop, answers = encoder.token_to_id(END_OF_TEXT), []
     for text in prompts:
-        engine.reset()
         tokens: list[int] = []
         for token in engine.generate(encoder.encode(text).ids, temp=0.0, repeat_penalty=1.0):
             tokens.append(token)

@@ -15,6 +15,7 @@ import random
 import signal
 import tempfile
 import time
+import traceback
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def child(folder: Path, scale: Scale, source: str) -> int:
     try:
         live(folder, scale, source)
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -119,8 +122,10 @@ def interrupted(kills: int, work: Path, scale: Scale, seed: int = 0) -> dict[str
         equal, finished = equal and same(folder, expected), finished + 1
         found = lives(folder, scale)
         lost, longest = lost + repeated(found), max(longest, found, key=len)
-    return {"kills": done, "finished runs": finished, "restarts": len(lost), "most steps repeated": max(lost, default=0),
-            "steps between checkpoints": scale.save_every, "bit for bit": equal, "lives of a run": longest}  # fmt: skip
+    return {
+        "kills": done, "finished runs": finished, "restarts": len(lost), "most steps repeated": max(lost, default=0),
+        "steps between checkpoints": scale.save_every, "bit for bit": equal, "lives of a run": longest,
+    }  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ class Rung(NamedTuple):
 
 
 def draw_look_back(jobs: Sequence[tuple[str, Rung, Rung]]) -> Picture:
-    """Return a drawing of each job's first and last state: peak memory of a GPU as a share of the memory that it has."""
+    """Return a drawing of each job's first and last state: the peak memory of a GPU as a share of all it has."""
     picture, ax = sketch(30 + 116 * len(jobs))
     scale = 130  # pixels for all of a GPU's memory
     words = []
@@ -56,7 +56,8 @@ def draw_script(parts: Sequence[tuple[str, str, float]]) -> Picture:
         label(ax, 388, y + 17, f"{seconds:.1f}", "right")
         if number:
             link(ax, (74, y - 24), (74, y))
-    return finished(picture, "; ".join(f"{name} writes {file}, {seconds:.1f} s" for name, file, seconds in parts) + ".")
+    said = [f"{name} writes {file}, {took:.1f} s" if file else f"{name}: {took:.1f} s" for name, file, took in parts]
+    return finished(picture, "; ".join(said) + ".")
 
 
 def draw_lives(lives: Sequence[tuple[int, int]], steps: int, every: int) -> Picture:
