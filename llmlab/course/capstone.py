@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from ..base.errors import NotAvailable, SpecError
 from ..data import END_OF_TEXT, PYTHON_DOCS, corpus, tokenizer
-from ..formulas.report import estimated
 from ..specs.model import ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import LoRA, Training
@@ -61,6 +60,7 @@ ENGINES = ("torch", "accelerate", "deepspeed")
 RECORD = Path(__file__).with_name("capstone.json")  # a run of the toy
 CLIP = 1.0  # largest joint norm of all gradients
 IGNORED = -100  # the label of a token that has no loss
+BLOCKS, BLOCK_SIZE = 256, 16  # of the server's KV cache: in tokens
 
 
 # ---- 0. The plan: what is trained, how, and what to expect of it
@@ -127,8 +127,8 @@ class Session:
 
 
 def predict(scale: Scale, text_bytes: int, tokens_per_byte: float) -> dict[str, float]:
-    """Return what `measure` will find, by formulas alone. `tokens_per_byte` is that of a short sample of the text."""
-    spec, run = scale.spec, scale.pretraining
+    """Return by formulas what the run will measure. `tokens_per_byte` is that of a short sample of the text."""
+    spec = scale.spec
     matrices = sum(linear.count * linear.inputs * linear.outputs for linear in spec.linears if linear.part != "head")
     adapters = trained("lora", spec, scale.lora.rank)
     return {
@@ -141,8 +141,8 @@ def predict(scale: Scale, text_bytes: int, tokens_per_byte: float) -> dict[str, 
         "bytes of its checkpoint": 12 * adapters,
         **{f"bytes of {mix}": file_bytes(spec, mix) for mix in scale.mixes},
         "bytes of NF4": matrices * bits_per_weight("nf4") / 8 + 4 * (spec.parameters - matrices),
-        "bytes of the KV cache per token": 2 * spec.layers * spec.kv_heads * spec.head_dim * 4,
-        "FLOP of a step": estimated(spec, run, "cpu").flops or 0,
+        # keys and values in fp32
+        "bytes of the KV cache": 2 * spec.layers * spec.kv_heads * spec.head_dim * 4 * BLOCKS * BLOCK_SIZE,
     }
 
 
@@ -527,13 +527,20 @@ def quantize(scale: Scale, data: Data, model: Llama, folder: Path) -> dict[str, 
 BEGINNINGS = ("The with statement is used to", "If the class", "When a function is called,")
 
 
-def serve(model: nn.Module, encoder: Tokenizer, prompts: Sequence[str], new: int, **sampling: Any) -> list[Request]:
+class Served(NamedTuple):
+    """Requests that have been answered, and the size of the KV cache that they shared."""
+
+    requests: list[Request]
+    cache_bytes: int
+
+
+def serve(model: nn.Module, encoder: Tokenizer, prompts: Sequence[str], new: int, **sampling: Any) -> Served:
     """Answer all prompts together by continuous batching, up to the end of the text; by default greedily."""
-    scheduler = Scheduler(model, blocks=256, block_size=16)
+    scheduler = Scheduler(model, BLOCKS, BLOCK_SIZE)
     stop = encoder.token_to_id(END_OF_TEXT)
     requests = [scheduler.submit(encoder.encode(text).ids, new, stop=stop, **sampling) for text in prompts]
     scheduler.run()
-    return requests
+    return Served(requests, sum(pages.nbytes for layer in scheduler.cache.layers for pages in layer))
 
 
 def answer_of(request: Request, encoder: Tokenizer) -> str:
@@ -608,6 +615,7 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
         "bytes of its checkpoint": (folder / "tune.checkpoint").stat().st_size,
         **{f"bytes of {mix}": (folder / f"model-{mix}.gguf").stat().st_size for mix in scale.mixes},
         "bytes of NF4": (folder / "model-NF4.safetensors").stat().st_size,
+        "bytes of the KV cache": served["pretrained"].cache_bytes,
     }
     report = {
         "predicted": predicted,
@@ -616,11 +624,11 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
         "windows": {name: found.tolist() for name, found in losses.items()},
         "bits per byte": {name: bits_per_byte(found, data.held_out, data.tokenizer) for name, found in losses.items()},
         "exam": {name: found.tolist() for name, found in exam.items()},
-        "ended": {name: sum(r.output[-1] == stop for r in requests) for name, requests in served.items()},
-        "continuations": [data.tokenizer.decode(request.prompt + request.output) for request in sampled],
+        "ended": {name: sum(r.output[-1] == stop for r in one.requests) for name, one in served.items()},
+        "continuations": [data.tokenizer.decode(request.prompt + request.output) for request in sampled.requests],
         "transcript": [
             {"question": question, "expected": answer,
-             **{name: answer_of(requests[i], data.tokenizer) for name, requests in served.items()}}
+             **{name: answer_of(one.requests[i], data.tokenizer) for name, one in served.items()}}
             for i, (question, answer) in enumerate(asked)
         ],
     }  # fmt: skip

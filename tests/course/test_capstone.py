@@ -49,7 +49,7 @@ def data_of(folder, text):
 def test_what_formulas_predict_is_measured(finished):
     _, report = finished
     predicted, measured = report["predicted"], report["measured"]
-    for exact in ("parameters", "parameters of LoRA"):
+    for exact in ("parameters", "parameters of LoRA", "bytes of the KV cache"):
         assert measured[exact] == predicted[exact]
     assert measured["tokens of the text"] == pytest.approx(predicted["tokens of the text"], rel=0.1)
     first = "loss of the first step, nats"
@@ -215,7 +215,7 @@ def test_the_scheduler_answers_as_one_request_alone_does(finished, text):
     data = data_of(folder, text)
     model = read_llama(folder / "model-Q8_0.gguf")
     prompts = [capstone.prompt(question) for question, _ in data.exam[:3]]
-    for asked, request in zip(prompts, capstone.serve(model, data.tokenizer, prompts, 12), strict=True):
+    for asked, request in zip(prompts, capstone.serve(model, data.tokenizer, prompts, 12).requests, strict=True):
         ids = torch.tensor(data.tokenizer.encode(asked).ids)
         alone = generate(model, ids, 12)[len(ids) :].tolist()
         assert request.output == alone[: len(request.output)]
@@ -231,4 +231,4 @@ def test_llama_cpp_generates_the_tokens_of_the_scheduler(finished, text):
     write_llama(folder / "whole.gguf", model, data.tokenizer, "F32")
     prompts = [capstone.prompt(question) for question, _ in data.exam[:3]]
     theirs = capstone.llama_cpp_tokens(folder / "whole.gguf", data.tokenizer, prompts, 12)
-    assert theirs == [request.output for request in capstone.serve(model, data.tokenizer, prompts, 12)]
+    assert theirs == [request.output for request in capstone.serve(model, data.tokenizer, prompts, 12).requests]
