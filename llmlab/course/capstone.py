@@ -51,7 +51,7 @@ from .quantize.whole import linears, quantize_model
 from .techniques.learning_rate import warmup_cosine
 from .techniques.lora import inject, merge, trained_parameters
 from .techniques.peft import TARGETS, trained
-from .techniques.training_loop import SMALL_LLAMA, batch_seed, next_token_loss
+from .techniques.training_loop import SMALL_LLAMA, batch_seed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -116,7 +116,11 @@ SCALES = {
 
 @dataclass
 class Session:
-    """Where a run is, and who watches it: `engine` trains, `settings` are DeepSpeed's, `on_step` hears of each step."""
+    """Where a run writes and on which device it trains.
+
+    `engine` is one of ENGINES, `settings` is the content of DeepSpeed's config, and `on_step(phase, step, loss)` is
+    called after each step.
+    """
 
     folder: Path
     here: Place = ALONE
@@ -230,17 +234,22 @@ def padded(encoder: Tokenizer, pairs: Sequence[tuple[str, str]], longest: int) -
     """Return (ids, labels), (pairs, S) each. Only the answer and the end of the text have a loss."""
     ids, labels = [], []
     for question, answer in pairs:
-        asked, told = (encoder.encode(part).ids for part in (prompt(question), f" {answer}{END_OF_TEXT}"))
-        ids.append(torch.tensor((asked + told)[:longest]))
-        labels.append(torch.tensor(([IGNORED] * len(asked) + told)[:longest]))
+        before, after = (encoder.encode(part).ids for part in (prompt(question), f" {answer}{END_OF_TEXT}"))
+        ids.append(torch.tensor((before + after)[:longest]))
+        labels.append(torch.tensor(([IGNORED] * len(before) + after)[:longest]))
     pad = nn.utils.rnn.pad_sequence
     return pad(ids, batch_first=True), pad(labels, batch_first=True, padding_value=IGNORED)
 
 
-def answer_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Return the mean loss of the labels that are not ignored, in nats."""
+def label_loss(logits_BSV: Tensor, labels_BS: Tensor, count: float) -> Tensor:
+    """Return the sum of the losses of all labels that are not ignored, divided by `count`, in nats."""
     predicted, answers = logits_BSV[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten()
-    return F.cross_entropy(predicted.float(), answers, ignore_index=IGNORED)
+    return F.cross_entropy(predicted.float(), answers, ignore_index=IGNORED, reduction="sum") / count
+
+
+def scored(labels_BS: Tensor) -> int:
+    """Return how many labels have a loss. Nothing predicts the first of a row."""
+    return int((labels_BS[:, 1:] != IGNORED).sum())
 
 
 # ---- 2. A checkpoint that a kill cannot break
@@ -248,7 +257,7 @@ def answer_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Write to the path that this yields. Then `path` names the complete new file, or still the old one, never a part.
+    """Yield a path to write to, and rename it to `path` afterwards. So `path` is never an incomplete file.
 
     The rename is atomic. Without fsync, a power cut could leave the new name on a file whose bytes never arrived.
     """
@@ -261,7 +270,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 @dataclass
 class Progress:
-    """All that the next step of a phase depends on. The position in the data is the number of losses."""
+    """Everything that the next step of a phase depends on. The position in the data is the number of losses."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -304,7 +313,7 @@ class Progress:
 
 
 class Engine(NamedTuple):
-    """What a library makes of the model: `model` for the forward pass, and the two calls after it."""
+    """The model as a library wraps it for the forward pass, its backward pass, and its update of the weights."""
 
     model: nn.Module
     backward: Callable[[Tensor], Any]
@@ -361,11 +370,10 @@ def train(
     scale: Scale,
     session: Session,
     batch: Callable[[int], tuple[Tensor, Tensor]],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
 ) -> Progress:
-    """Train until `steps` steps are done, from the last checkpoint of this phase on; return where it stands.
+    """Train until `steps` steps are done, starting from the last checkpoint of this phase; return the progress.
 
-    `batch(step)` returns the ids and the labels of the whole step, (B, S) each, of which each rank reads its share.
+    `batch(step)` returns the ids and the labels of the whole step, (B, S) each. Each rank trains on its share of them.
     """
     here, device = session.here, session.device
     model.to(device).train()
@@ -387,9 +395,11 @@ def train(
     for step in range(len(progress.losses), steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * warmup_cosine(step + 1, steps // 10, steps, 0.1)
-        ids_BS, labels_BS = (part[here.rank :: here.ranks].to(device) for part in batch(step))
+        whole_batch = batch(step)
+        count = scored(whole_batch[1]) / here.ranks  # engines average over ranks, which may have unequal shares
+        ids_BS, labels_BS = (part[here.rank :: here.ranks].to(device) for part in whole_batch)
         with autocast:
-            loss = loss_of(engine.model(ids_BS), labels_BS)
+            loss = label_loss(engine.model(ids_BS), labels_BS, count)
         engine.backward(loss)
         engine.update()
         mean = loss.detach().float() / here.ranks
@@ -411,7 +421,7 @@ def pretrain(scale: Scale, data: Data, session: Session) -> Progress:
         ids_BS = data.rows[row_numbers(step, run.micro_batch, len(data.rows), scale.seed)]
         return ids_BS, ids_BS
 
-    arguments = (run, scale.steps, scale.learning_rate, scale, session, batch, next_token_loss)
+    arguments = (run, scale.steps, scale.learning_rate, scale, session, batch)
     return train("pretrain", model, *arguments)
 
 
@@ -425,7 +435,7 @@ def tune(scale: Scale, data: Data, session: Session, pretrained: Llama) -> Progr
         chosen = row_numbers(step, run.micro_batch, len(data.lessons), scale.seed)
         return padded(data.tokenizer, [data.lessons[i] for i in chosen.tolist()], run.seq_len)
 
-    arguments = (run, scale.tuning_steps, scale.tuning_rate, scale, session, batch, answer_loss)
+    arguments = (run, scale.tuning_steps, scale.tuning_rate, scale, session, batch)
     return train("tune", model, *arguments)
 
 
@@ -461,7 +471,7 @@ def answer_losses(model: nn.Module, encoder: Tokenizer, exam: Sequence[tuple[str
     found = []
     for pair in exam:
         ids_1S, labels_1S = padded(encoder, [pair], longest)
-        found.append(answer_loss(model(ids_1S), labels_1S))
+        found.append(label_loss(model(ids_1S), labels_1S, scored(labels_1S)))
     return torch.stack(found)
 
 
@@ -507,7 +517,7 @@ def write_nf4(path: Path, model: Llama) -> None:
 
 
 def quantize(scale: Scale, data: Data, model: Llama, folder: Path) -> dict[str, Llama]:
-    """Write the model in each format; return what a reader of each file gets back."""
+    """Write the model in each format, and return the models that these formats restore."""
     from .quantize.formats.gguf_model import read_llama, write_llama
 
     found = {}
@@ -570,7 +580,7 @@ def llama_cpp_tokens(path: Path, encoder: Tokenizer, prompts: Sequence[str], new
 
 
 def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, Any]:
-    """Do all steps in `session.folder`; return what was predicted and what was measured, on rank 0."""
+    """Do all parts in `session.folder`. Return the predictions and the measurements on rank 0, {} on all others."""
     folder, clock = session.folder, Clock()
     text = corpus(source)
     sample = text[: len(text) // 20]

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch._dynamo  # noqa: F401  # optimizers import it, in each child if not here
 
+from ..base.errors import NotAvailable
 from ..data import corpus
 from .capstone import SCALES, Scale, Session, prepare, run
 from .quantize.formats import gguf_model  # noqa: F401  # imported once, not in each child
@@ -89,8 +90,11 @@ def same(one: Path, other: Path) -> bool:
 def interrupted(kills: int, work: Path, scale: Scale, seed: int = 0) -> dict[str, Any]:
     """Kill `kills` times, at moments that are uniformly random within the length of a whole run.
 
-    A run that comes to its end between two kills is compared, and the next one starts from nothing.
+    A run that comes to its end between two kills is compared, and the next one starts from nothing. Raises NotAvailable
+    on Windows, RuntimeError if a run fails to start again.
     """
+    if not hasattr(os, "fork"):
+        raise NotAvailable("killing forked processes needs os.fork, which only Linux and macOS have")
     chance, source = random.Random(seed), str(work / "text.txt")
     (work / "text.txt").write_text(corpus()[PIECE], encoding="utf-8")
     prepare(scale, Session(work), source)  # every child finds the tokenizer in memory

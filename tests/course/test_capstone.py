@@ -121,12 +121,20 @@ def test_only_the_answer_and_the_end_of_text_are_learned(finished, text):
     logits = torch.randn(*ids.shape, SCALE.spec.vocab, generator=torch.Generator().manual_seed(0))
     changed = logits.clone()
     changed[:, :-1][labels[:, 1:] < 0] = 7.0
-    assert capstone.answer_loss(changed, labels) == capstone.answer_loss(logits, labels)
+    count = capstone.scored(labels)
+    whole = capstone.label_loss(logits, labels, count)
+    assert capstone.label_loss(changed, labels, count) == whole
+    shares = [capstone.label_loss(logits[rank::2], labels[rank::2], count / 2) for rank in range(2)]
+    assert sum(shares) / 2 == pytest.approx(whole.item(), rel=1e-5)  # although the ranks have unequally many labels
+    assert capstone.scored(labels[::2]) != capstone.scored(labels[1::2])
 
 
 # ---- killed at any moment
 
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="only Linux and macOS fork processes")
 
+
+@forks
 def test_a_hundred_kills_at_random_moments_cost_steps_and_nothing_else():
     command = [sys.executable, "-m", "llmlab.course.kills", "--kills", "100"]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
@@ -136,6 +144,7 @@ def test_a_hundred_kills_at_random_moments_cost_steps_and_nothing_else():
     assert 0 < found["most steps repeated"] <= found["steps between checkpoints"]
 
 
+@forks
 def test_a_write_that_does_not_end_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "checkpoint"
     path.write_text("whole")
@@ -213,7 +222,7 @@ def test_the_scheduler_answers_as_one_request_alone_does(finished, text):
 
     folder, _ = finished
     data = data_of(folder, text)
-    model = read_llama(folder / "model-Q8_0.gguf")
+    model = read_llama(folder / "model-Q8_0.gguf").double()  # a batch rounds otherwise than one request
     prompts = [capstone.prompt(question) for question, _ in data.exam[:3]]
     for asked, request in zip(prompts, capstone.serve(model, data.tokenizer, prompts, 12).requests, strict=True):
         ids = torch.tensor(data.tokenizer.encode(asked).ids)
