@@ -152,6 +152,7 @@ benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead,
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
 	$(BIN)/python benchmarks/traces.py --out benchmarks/results
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results
+	$(BIN)/python benchmarks/ultrascale.py --out benchmarks/results
 	$(BIN)/python benchmarks/throughput.py --out benchmarks/results
 	$(BIN)/python benchmarks/measured.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results

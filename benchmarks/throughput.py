@@ -76,11 +76,13 @@ Pairs = list[tuple[Row, Predicted]]
 
 @dataclass(frozen=True)
 class Errors:
-    """Of some rows: how many have a prediction, its median and largest error, and the share inside their interval."""
+    """Of some rows: how many have a prediction, its median, 90th percentile and largest error, and the share inside
+    their interval."""
 
     rows: int
     known: int
     median: float
+    ninth: float
     worst: float
     inside: float | None
 
@@ -88,15 +90,22 @@ class Errors:
         if not self.known:
             return f"{self.known} of {self.rows} rows"
         held = "" if self.inside is None else f", inside the interval {self.inside:.0%}"
-        return f"{self.known} of {self.rows} rows, median {self.median:.1%}, worst {self.worst:.0%}{held}"
+        spread = f"median {self.median:.1%}, 90th percentile {self.ninth:.0%}, worst {self.worst:.0%}"
+        return f"{self.known} of {self.rows} rows, {spread}{held}"
 
 
 def errors(found: Pairs) -> Errors:
     """Return the errors of predictions, as shares of what was measured."""
     off = [abs(it.rate / row.measured - 1) for row, it in found if it.rate]
     held = [it.low <= row.measured <= it.high for row, it in found if it.low and it.high]
-    inside = sum(held) / len(held) if held else None
-    return Errors(len(found), len(off), median(off) if off else 0.0, max(off, default=0.0), inside)
+    return _summary(len(found), off, sum(held) / len(held) if held else None)
+
+
+def _summary(rows: int, off: list[float], inside: float | None) -> Errors:
+    if not off:
+        return Errors(rows, 0, 0.0, 0.0, 0.0, inside)
+    ninth = sorted(off)[int(0.9 * (len(off) - 1))]
+    return Errors(rows, len(off), median(off), ninth, max(off), inside)
 
 
 def rounds(among: list[Row]) -> Iterator[tuple[str, Pairs]]:
@@ -150,7 +159,7 @@ def single(found: Pairs) -> Iterator[tuple[str, Errors]]:
         for one in records(gpu="T4") if one.source == "published" and one.step_seconds and held_out(one)
     ]  # fmt: skip
     if off:
-        yield "T4, held out", Errors(len(off), len(off), median(off), max(off), None)
+        yield "T4, held out", _summary(len(off), off, None)
 
 
 def text(found: Pairs) -> Iterator[str]:

@@ -12,7 +12,7 @@ from .hardware.gpu import GPU, assumed_memory
 from .hardware.gpu import gpu as find_gpu
 from .hardware.this_machine import host
 from .report import Comparison, Report
-from .specs.model import ModelLike
+from .specs.model import ModelLike, ModelSpec
 from .specs.model import model as find_model
 from .specs.run import Inference, Run, Training
 from .specs.stacks import StackOptions
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .measurement.meters import CPUMeter, CUDAMeter, MPSMeter
     from .planning.files.write import Written
     from .planning.levers import Fix
-    from .planning.out_of_memory import OutOfMemory
+    from .planning.out_of_memory import DriverError, OutOfMemory
     from .planning.result import Plan
     from .serving.report import ServingReport
     from .serving.service import Service
@@ -60,7 +60,7 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     spec = find_model(model)
     if gpu is not None and not spec.has_formulas:
         trace_of(spec, run, gpu)
-    return _assuming(estimated(spec, run, gpu, cluster), gpu)
+    return _assuming(estimated(spec, run, gpu, cluster), spec, run, gpu)
 
 
 def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H100-80GB") -> ServingReport:
@@ -131,7 +131,8 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     need_packages("simulating", "torch", "transformers")
     from .simulation.report import simulated
 
-    return _assuming(simulated(model, run, gpu), gpu)
+    spec = find_model(model)
+    return _assuming(simulated(spec, run, gpu), spec, run, gpu)
 
 
 def measure(model: ModelLike, run: Run, device: str | torch.device | None = None, repeats: int = 5) -> Report:
@@ -291,10 +292,10 @@ def write(model: ModelLike, run: Training, gpus: str, folder: str | os.PathLike[
 @overload
 def fix(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None) -> Fix: ...
 @overload
-def fix(model: str) -> OutOfMemory: ...
+def fix(model: str) -> OutOfMemory | DriverError: ...
 def fix(
     model: ModelLike, run: Run | None = None, gpu: GPU | str | None = None, cluster: Cluster | None = None
-) -> Fix | OutOfMemory:
+) -> Fix | OutOfMemory | DriverError:
     """Return what would make `run` of `model` smaller on `gpu`: each change, the bytes it saves and the time it costs.
 
     Given torch's out-of-memory message alone, return its numbers one by one, and whether expandable_segments would
@@ -310,12 +311,16 @@ def fix(
     if run is None or gpu is None:
         raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error")
     found = fixed(model, run, gpu, cluster, derived)
-    return replace(found, report=_assuming(found.report, gpu))
+    return replace(found, report=_assuming(found.report, find_model(model), run, gpu))
 
 
-def _assuming(report: Report, gpu: GPU | str | None) -> Report:
-    """Return `report` with a note, behind its first, on the memory of a GPU whose name leaves that open."""
+def _assuming(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
+    """Return `report` with notes, behind its first, on the memory of a GPU whose name leaves that open, and on a step
+    with more tokens than the model's config has positions."""
     assumed = assumed_memory(gpu)
+    if run.seq_len > spec.max_positions:
+        limit = f"The config of {spec.name} has {spec.max_positions:,} positions, and the run has {run.seq_len:,}"
+        assumed += (Note("beyond-positions", f"{limit}. Memory and time do not depend on this limit."),)
     return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
 
 

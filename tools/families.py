@@ -3,8 +3,8 @@
     .venv/bin/python tools/families.py
 
 An entry has the auto class, the names that this family's config uses for transformers' usual ones, the sizes that a
-config may leave out, whether its MLPs are gated, and the model types of nested configs. With it a config.json is read
-without transformers.
+config may leave out, whether its MLPs are gated and its positions rotary, and the model types of nested configs. With
+it a config.json is read without transformers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def families() -> dict[str, Any]:
         wanted += nested.values()
         auto = next((name for name, kinds in known.items() if kind in kinds), None)
         entry = {"class": auto, "attention": attentions(known[auto][kind]) if auto else None, "names": names,
-                 "sizes": sizes, "nested": nested}  # fmt: skip
+                 "sizes": sizes, "nested": nested,
+                 "rotary": any(name in data for name in ("rope_parameters", "rope_theta"))}  # fmt: skip
         found[kind] = {key: value for key, value in entry.items() if value}
     return dict(sorted(found.items()))
 

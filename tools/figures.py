@@ -1,13 +1,14 @@
-"""Make the picture of the README and the map of the book's first page: `python tools/figures.py`.
+"""Make the pictures of the README and of who-predicts-best, and the map of the first page: `python tools/figures.py`.
 
-The picture compares simulated with measured peaks, which it reads from benchmarks/results. The map shows the effect of
-each technique on memory and speed, estimated for the same run.
+The pictures compare predictions with measurements, which they read from benchmarks. The map shows the effect of each
+technique on memory and speed, estimated for the same run.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,9 +18,15 @@ import llmlab as lab
 from llmlab.base.units import GiB, MiB
 from llmlab.plots.canvas import FAINT, MUTED, PALETTE, SMALL, Picture, styled
 
-MODEL, CARD = "meta-llama/Llama-3.1-8B", "A100-80GB"
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+from throughput_rows import rows  # noqa: E402
+from ultrascale import CLASSES, condition, jobs  # noqa: E402
+from ultrascale import ROWS as SWEEP  # noqa: E402
+
+MODEL, CARD = "meta-llama/Llama-3.1-8B", "A100-80GB"
+RESULTS = BENCHMARKS / "results"
 STATIC = ROOT / "book" / "_static"
 
 
@@ -71,6 +78,54 @@ def predicted(steps: list[Prediction], others: list[Prediction]) -> Picture:
         axes.set(xlabel="peak memory measured on the GPU (GiB)", ylabel="peak memory simulated (GiB)")
         axes.legend(loc="upper left", fontsize=SMALL)
         axes.annotate("exact predictions lie on this line", (0.53 * most, 0.46 * most), color=MUTED, fontsize=SMALL)
+    return picture
+
+
+def published_speeds() -> list[tuple[float, float]]:
+    """Return predicted and measured tokens/s per GPU of the rows that nobody had compared when they were predicted."""
+    measured = {row.id: row.measured for row in rows()}
+    rounds = json.loads((BENCHMARKS / "predictions.json").read_text(encoding="utf-8"))["rounds"]
+    predictions = {id: rates for each in rounds for id, rates in each["predicted"].items() if rates}
+    return [(rates[0], measured[id]) for id, rates in predictions.items()]
+
+
+def timed(speeds: list[tuple[float, float]]) -> Picture:
+    """Draw predicted against measured speeds; the band is a factor of 1.3."""
+    with styled():
+        picture = Picture(figsize=(7.0, 3.6), layout="constrained")
+        axes = picture.subplots()
+        low, high = min(measured for _, measured in speeds) / 1.5, 1.5 * max(measured for _, measured in speeds)
+        ends = low, high
+        axes.fill_between(ends, [x / 1.3 for x in ends], [1.3 * x for x in ends], color=FAINT, alpha=0.5, zorder=0)
+        errors = [abs(rate / measured - 1) for rate, measured in speeds]
+        within = sum(error <= 0.3 for error in errors) / len(errors)
+        words = f"{len(speeds):,} published rates\nmedian error {median(errors):.1%}, {within:.0%} within 30 % (grey)"
+        rates, measured = zip(*speeds, strict=True)
+        axes.plot(measured, rates, "o", color=PALETTE[0], markersize=3, alpha=0.5, label=words)
+        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+        axes.set(xlabel="tokens per second and GPU, published", ylabel="tokens per second and GPU, predicted")
+        axes.legend(loc="upper left", fontsize=SMALL)
+    return picture
+
+
+def sweep() -> Picture:
+    """Draw the Playbook's map of all configurations that ran, speed against memory, and beside it the estimated one."""
+    done = [job for job in jobs(SWEEP) if job.ran and job.report]
+    colors = dict(zip(CLASSES, (PALETTE[0], PALETTE[5], PALETTE[1], PALETTE[7], PALETTE[7]), strict=True))
+    with styled():
+        picture = Picture(figsize=(7.0, 4.0), layout="constrained")
+        both = picture.subplots(1, 2, sharex=True, sharey=True)
+        for kind in reversed(CLASSES):
+            group = [job for job in done if condition(job.row) == kind]
+            speed = [float(job.row["tok_s_gpu"]) for job in group]
+            reserved = [float(job.row["mem_reserved_gib"]) for job in group]
+            both[0].plot(reserved, speed, "o", color=colors[kind], markersize=3, alpha=0.6, label=kind)
+            speed = [(job.report.tokens_per_second or 0) / job.run.world_size for job in group if job.report]
+            both[1].plot([job.reserved / GiB for job in group], speed, "o", color=colors[kind], markersize=3, alpha=0.6)
+        for axes, title in zip(both, ("measured", "estimated"), strict=True):
+            axes.set(title=title, yscale="log", xlabel="reserved memory (GiB)")
+        both[0].set_ylabel("tokens per second and GPU")
+        picture.legend(loc="outside lower center", ncols=3, fontsize=SMALL)
     return picture
 
 
@@ -154,7 +209,11 @@ def technique_map() -> str:
 
 def main() -> None:
     (ROOT / "book" / "_map.html").write_text(technique_map(), encoding="utf-8")
-    predicted(held_out(), scripts()).savefig(STATIC / "predicted.png", dpi=150, metadata={"Software": None})
+    pictures = {
+        "predicted": predicted(held_out(), scripts()), "timed": timed(published_speeds()), "ultrascale": sweep(),
+    }  # fmt: skip
+    for name, picture in pictures.items():
+        picture.savefig(STATIC / f"{name}.png", dpi=150, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -171,6 +171,8 @@ CLUSTER = (
     click.option("--link", metavar="NAME", help="Link between the GPUs of a node, such as NVLink-4."),
     click.option("--link-gb-s", type=float, metavar="RATE",
                  help="Bus bandwidth (busbw) within a node in GB/s, as measured by nccl-tests."),
+    click.option("--network-gb-s", type=float, metavar="RATE",
+                 help="The busbw in GB/s that nccl-tests' all_reduce_perf prints for all GPUs of several nodes."),
     click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; default: the size of the vendor's "
                  "server, usually 8."),
     click.option("--adapters", type=int, metavar="N", help="Network interface cards (NICs) per node; default: one per "
@@ -189,15 +191,15 @@ def cluster_options(command: Callable[..., int]) -> Callable[..., int]:
 
 def cluster_from(context: click.Context) -> Cluster | None:
     """Return the cluster that the options of this command line describe; None, the GPU's usual nodes, without them."""
-    names = ("network", "link", "link_gb_s", "gpus_per_node", "adapters", "no_nvls")
+    names = ("network", "link", "link_gb_s", "network_gb_s", "gpus_per_node", "adapters", "no_nvls")
     given = {name: value for name in names if (value := context.params[name]) is not None}
     if not given:
         return None
     if (card := context.params["gpu"]) is None:
         flag = next(iter(given)).replace("_", "-")
         raise SpecError(f"--{flag} describes the nodes of a GPU, and no --gpu was given; add one")
-    reached = given.get("link_gb_s")
+    rates = {"reached": given.get("link_gb_s"), "reached_across": given.get("network_gb_s")}
     return cluster(
         card, given.get("network"), given.get("gpus_per_node"), given.get("adapters"), given.get("link"),
-        nvls=not given.get("no_nvls"), reached=None if reached is None else reached * 1e9,
+        nvls=not given.get("no_nvls"), **{name: rate and rate * 1e9 for name, rate in rates.items()},
     )  # fmt: skip

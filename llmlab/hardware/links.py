@@ -29,8 +29,9 @@ class Link:
 
     `bandwidth`: bytes/s in one direction, from the data sheet; `reached`: the same, measured with large messages.
     `switched`: bus bandwidth of an all-reduce over a whole node whose switches add up the values, None where they do
-    not. `step`, `tree_step`: seconds that any message takes to the next rank of a ring, or of a tree. `nodes_of`: the
-    architectures whose usual nodes it connects.
+    not. `step`, `tree_step`: seconds that any message takes to the next rank of a ring, or of a tree. `waited`: seconds
+    more for each node of a ring, where the next kernel waits for the message. `nodes_of`: the architectures whose usual
+    nodes it connects.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Link:
     source: str = ""
     checked: str = ""
     switched: float | None = None
+    waited: float = 0.0
 
     def __hash__(self) -> int:  # of few fields: an estimate looks links up in several caches
         return hash((self.name, self.reached))
@@ -139,6 +141,7 @@ def cluster(
     inside: Link | str | None = None,
     nvls: bool = True,
     reached: float | None = None,
+    reached_across: float | None = None,
 ) -> Cluster:
     """Return nodes of `gpus` such cards, connected by `network`, with `adapters` network adapters in each node.
 
@@ -147,7 +150,8 @@ def cluster(
     each GPU; without `inside`, what connects the GPUs of a node, it is the card's own. `nvls` False lets ranks add
     where switches could (NCCL_NVLS_ENABLE=0). `reached`, in bytes/s, is what nccl-tests measure in such a node of one's
     own, the bus bandwidth of large messages over all its GPUs: it stands for all that the tables have. Nodes that PCIe
-    alone joins differ so much (`pcie_rates`) that it is worth measuring.
+    alone joins differ so much (`pcie_rates`) that it is worth measuring. `reached_across` is the bus bandwidth of an
+    all-reduce over all GPUs of several nodes.
     Raises UnknownName for a card or link that is not in the tables, NotAvailable for a card whose link is not, and
     SpecError for a rate that is not above 0.
 
@@ -161,12 +165,15 @@ def cluster(
     within = node_link(card) if inside is None else _of_kind(inside, "link", across=False)
     if not nvls:
         within = replace(within, switched=None)
+    for name, rate in (("reached", reached), ("reached_across", reached_across)):
+        if rate is not None and not 0 < rate < inf:
+            raise SpecError(f"{name}={rate!r} is not a rate in bytes/s; give, for a busbw of 12 GB/s, 12e9")
+    if reached_across is not None:
+        if between is None:
+            raise SpecError("reached_across= is the rate of a network, and these nodes have none; give network=, too")
+        between = replace(between, reached=reached_across / adapters, source=GIVEN)
     nodes = Cluster(within, between, gpus, adapters)
-    if reached is None:
-        return nodes
-    if not 0 < reached < inf:
-        raise SpecError(f"reached={reached!r} is not a rate in bytes/s; give, for a busbw of 12 GB/s, 12e9")
-    return nodes.reaching(reached)
+    return nodes if reached is None else nodes.reaching(reached)
 
 
 class Rates(NamedTuple):

@@ -1,7 +1,8 @@
 """What torch's out-of-memory message says: its numbers one by one, and what would have helped.
 
 The message is that of `torch.OutOfMemoryError` (c10/cuda/CUDACachingAllocator.cpp, 2.1 and newer), of the releases
-before, or of backend:cudaMallocAsync (CUDAMallocAsyncAllocator.cpp); ROCm's differ by a word.
+before, or of backend:cudaMallocAsync (CUDAMallocAsyncAllocator.cpp); ROCm's and XPU's differ by a word. MPS has one of
+its own (aten/src/ATen/mps/MPSAllocator.mm), whose GB are GiB. The driver's own error has no numbers.
 """
 
 from __future__ import annotations
@@ -13,29 +14,59 @@ from ..base.errors import SpecError
 from ..base.tables import Table, Tabular
 from ..base.units import GiB, KiB, MiB, show_bytes
 
-UNITS = {"bytes": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB}
-SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-# What each number is called in the messages: from torch 2.1 on, then before, then of cudaMallocAsync.
+UNITS = {"bytes": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "KB": KiB, "MB": MiB, "GB": GiB}
+SIZE = r"([\d.]+) ?(bytes|[KMG]i?B)"
+# What each number is called in the messages: from torch 2.1 on, then before, then of cudaMallocAsync and of MPS.
 NUMBERS = {
     "requested": (rf"[Tt]ried to allocate {SIZE}", rf"Requested : {SIZE}"),
-    "capacity": (rf"total capaci?ty of {SIZE}", rf"{SIZE} total capacity", rf"Device limit : {SIZE}"),  # 2.1: "capacty"
+    "capacity": (rf"total capaci?ty of {SIZE}", rf"{SIZE} total capacity", rf"Device limit : {SIZE}",
+                 rf"max allowed: {SIZE}"),  # 2.1: "capacty"
     "free": (rf"of which {SIZE} is free", rf"{SIZE} free", rf"Free \(according to CUDA\) ?: {SIZE}"),
     "allowed": (rf"{SIZE} allowed",),
     "process": (rf"this process has {SIZE} memory in use",),
-    "allocated": (rf"{SIZE} is allocated by PyTorch", rf"{SIZE} already allocated", rf"Currently allocated : {SIZE}"),
+    "allocated": (rf"{SIZE} is allocated by PyTorch", rf"{SIZE} already allocated", rf"Currently allocated : {SIZE}",
+                  rf"MPS allocated: {SIZE}"),
+    "elsewhere": (rf"other allocations: {SIZE}",),
     "private": (rf"{SIZE} allocated in private pools",),
     "unallocated": (rf"{SIZE} is reserved by PyTorch but unallocated", rf"{SIZE} cached"),  # "cached": up to torch 1.3
     "reserved": (rf"{SIZE} reserved in total by PyTorch",),
 }
 STARTS = r"[Tt]ried to allocate|would exceed allowed memory"
 VARIABLE = "PYTORCH_ALLOC_CONF"
+DRIVER = r"(CUDA|HIP) (error: out of memory|driver error: out of memory)|(CUDA|HIP)_ERROR_OUT_OF_MEMORY"
+
+
+@dataclass(frozen=True, repr=False)
+class DriverError(Tabular):
+    """An error of the GPU's driver, which has no numbers."""
+
+    @property
+    def advice(self) -> str:
+        """Where such an error comes from, and how to get numbers."""
+        return (
+            "The driver had no memory left. This is not the message of PyTorch's allocator, so the request was not for "
+            "a tensor: it was for the CUDA context, for kernels that were loaded, for buffers of NCCL or cuBLAS, for a "
+            "CUDA graph, or for pinned memory of the host. Another process may use the GPU (nvidia-smi lists them). If "
+            "PyTorch's own tensors fill the GPU, torch.cuda.memory_summary() just before the failing line shows them."
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return JSON-ready values."""
+        return {"advice": self.advice}
+
+    def _table(self) -> Table:
+        return Table(("",), [], "What the message says", self.advice)
+
+    def __repr__(self) -> str:
+        return "<DriverError: out of memory, without numbers>"
 
 
 @dataclass(frozen=True, repr=False)
 class OutOfMemory(Tabular):
     """The bytes of one message. `unallocated`: reserved by PyTorch, and in no tensor; `process`: all that this process
     has; `allowed`: what set_per_process_memory_fraction leaves PyTorch; `private`: of `allocated`, in the pools of CUDA
-    graphs; None where it is not said. `variable`: the one that sets the allocator, by the message's own release."""
+    graphs; None where it is not said. `free_at_most`: the message does not say what is free, so `free` is what
+    PyTorch does not have. `variable`: the one that sets the allocator, by the message's own release."""
 
     requested: int
     capacity: int
@@ -45,6 +76,7 @@ class OutOfMemory(Tabular):
     process: int | None = None
     allowed: int | None = None
     private: int | None = None
+    free_at_most: bool = False
     variable: str = VARIABLE
 
     @property
@@ -68,6 +100,9 @@ class OutOfMemory(Tabular):
     def advice(self) -> str:
         """What would have let this request through."""
         holes = f"PyTorch had {show_bytes(self.unallocated)} reserved but unused, in pieces"
+        if self.requested > self.unallocated:
+            together = show_bytes(self.unallocated + self.room)
+            holes += f", and {show_bytes(self.room)} of the GPU was free. Together this is {together}"
         if self.requested <= self.room:
             return "The driver reported enough free memory, so another process or a driver limit caused the error."
         if self.requested <= self.free and self.short:
@@ -80,6 +115,11 @@ class OutOfMemory(Tabular):
                 f"Fragmentation caused the error: {holes}, and the request needed {show_bytes(self.requested)} in one "
                 f"piece. {self.variable}=expandable_segments:True (torch 2.1 and newer) joins such pieces and would "
                 "probably have prevented the error."
+            )
+        if self.others > max(self.short, self.capacity / 4):
+            return (
+                f"Something outside PyTorch uses {show_bytes(self.others)} of the GPU: other processes (nvidia-smi "
+                f"lists them), the CUDA context or NCCL. Without them, {show_bytes(self.requested)} would have fitted."
             )
         return (
             f"The GPU has too little memory: even without fragmentation {show_bytes(self.short)} would be missing, "
@@ -99,7 +139,7 @@ class OutOfMemory(Tabular):
             ("reserved, unallocated", self.unallocated, "cached by PyTorch, in no tensor"),
             ("outside PyTorch", self.others, "CUDA context, NCCL buffers, other processes"),
             ("this process", self.process, "PyTorch, CUDA context and libraries together"),
-            ("free", self.free, "free memory of the GPU"),
+            ("free", self.free, "at most; the message does not say" if self.free_at_most else "free memory of the GPU"),
             ("allowed", self.allowed, "limit set by set_per_process_memory_fraction"),
             ("requested", self.requested, "size of the request that failed"),
         ]
@@ -110,9 +150,11 @@ class OutOfMemory(Tabular):
         return f"<OutOfMemory: {show_bytes(self.requested)} requested, {show_bytes(self.short)} short>"
 
 
-def explained(message: str) -> OutOfMemory:
-    """Return the numbers of torch's message, the first of a log; SpecError for a text that is none."""
+def explained(message: str) -> OutOfMemory | DriverError:
+    """Return the numbers of torch's message, the first of a log, or where the driver's own error comes from; SpecError
+    for a text that is none."""
     found: dict[str, int] = {}
+    guessed = False
     message = " ".join(message.split())  # as a terminal wraps it
     if len(starts := [match.start() for match in re.finditer(STARTS, message)]) > 1:
         message = message[: starts[1]]
@@ -126,10 +168,16 @@ def explained(message: str) -> OutOfMemory:
     found.pop("reserved", None)
     if "would exceed allowed memory" in message:  # cudaMallocAsync: what is cached is the driver's
         found.setdefault("unallocated", 0)
+    if "free" not in found and {"capacity", "allocated"} <= found.keys():  # XPU, MPS
+        taken = found["allocated"] + found.setdefault("unallocated", 0) + found.pop("elsewhere", 0)
+        found["free"] = max(0, found["capacity"] - taken)
+        guessed = True
+    if not found and re.search(DRIVER, message):
+        return DriverError()
     if missing := [name for name in ("requested", "capacity", "free", "allocated", "unallocated") if name not in found]:
         raise SpecError(
             f"this is not a message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give a MODEL, or on "
             "stdin the whole message, which starts with 'CUDA out of memory. Tried to allocate'"
         )
     named = re.search(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF", message)
-    return OutOfMemory(**found, variable=named[0] if named else VARIABLE)
+    return OutOfMemory(**found, free_at_most=guessed, variable=named[0] if named else VARIABLE)

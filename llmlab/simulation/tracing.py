@@ -64,8 +64,9 @@ class _Step(NamedTuple):
 def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
     """Return the trace of `run` on one `card`. Raises Untraceable for a step without one."""
     images = images_of(spec, run)
+    longest = 2 * run.seq_len if spec.rotary else spec.max_positions
     for fixed in (False, True):
-        at = points(run.micro_batch, run.seq_len, fixed, spec.max_positions, images.needed if images else 1)
+        at = points(run.micro_batch, run.seq_len, fixed, longest, images.needed if images else 1)
         if at is None:
             continue
         gc.freeze()  # each simulation collects garbage, which is in nothing that was there before
@@ -92,7 +93,8 @@ def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, 
         # The point at which the fewest formulas have equal values: the deeper step's operators are told apart by them.
         sizes = max(at, key=lambda sizes: len({formula.at(*sizes) for formula in operators.formulas}))
         step = _step(more, replace(run, micro_batch=sizes[0], seq_len=sizes[1]), card)
-        terms = _terms_like(shallow.terms, step, sizes)
+        requests = shallow.steps[at.index(sizes)].requests
+        terms = _terms_like(shallow.terms, requests, step)
         deep = _Traced(_moments(step, terms, numbers), terms)
         peaks.append((1, sizes, step.peak))
         operators = _deeper(operators, step.operators, sizes)
@@ -104,12 +106,12 @@ def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, 
     return trace
 
 
-def _terms_like(known: Sequence[Term], step: _Step, at: tuple[int, int]) -> list[Term]:
-    """Return the formulas of a deeper step's requests: those that ask for as many bytes, of the same module in another
-    layer if there is one."""
+def _terms_like(known: Sequence[Term], requests: Sequence[_Request], step: _Step) -> list[Term]:
+    """Return the formulas of a deeper step's requests: those of the shallower step's `requests` for as many bytes, of
+    the same module in another layer if there is one."""
     sized: dict[tuple[object, ...], Term] = {}
-    for term in known:
-        size = term.size(*at)
+    for term, request in zip(known, requests, strict=True):
+        size = request.size  # the formula's own is another where the sizes are no polynomial
         for key in ((size,), (size, term.operator), (size, term.operator, term.part, collapsed(term.module))):
             sized.setdefault(key, term)
     found = []
@@ -221,10 +223,12 @@ def _deeper(shallow: KernelTrace, operators: Sequence[Kernel], at: tuple[int, in
 
 
 def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:
-    """Return the formula of a request that has these sizes at these points."""
+    """Return the formula of a request that has these sizes at these points. A part is told from a size, and at one
+    point the logits may have the size of another tensor, so it is the part at most of the points."""
     first = requests[0]
+    part = Counter([request.part for request in requests]).most_common(1)[0][0]
     formula = _formula([request.size for request in requests], at)
-    return Term(formula, first.part, first.module, shown(first.operator))
+    return Term(formula, part, first.module, shown(first.operator))
 
 
 def _formula(sizes: Sequence[int], at: Sequence[tuple[int, int]]) -> Polynomial:

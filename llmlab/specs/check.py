@@ -16,11 +16,13 @@ from .run import Inference, Run, Training, stack_of
 from .stages import layers_of
 
 HALF = {"fp16", "bf16"}
+ALL_LINEAR = ("all-linear",)
 GPTQ_OUTPUTS = 32  # by which AutoGPTQ's layer counts packed zeros (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py)
 
 
 def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> Run:
-    """Return `run`, with eager attention if nobody chose an attention and the model's class has no SDPA.
+    """Return `run`, with eager attention if nobody chose an attention and the model's class has no SDPA, and with the
+    names of all linear layers but the head for LoRA's "all-linear", which is peft's word.
 
     Raises SpecError where `run` asks for what the model or the GPU does not have.
     """
@@ -30,6 +32,9 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> Run:
     given = "attention" not in vars(run)["unset"] or stack_of(run).own_program
     if not given and run.attention not in attentions(spec.family):
         run = replace(run, attention="eager")
+    if isinstance(run, Training) and run.lora and run.lora.targets == ALL_LINEAR and spec.has_formulas:
+        names = dict.fromkeys(linear.name for linear in spec.block_linears)
+        run = replace(run, lora=replace(run.lora, targets=tuple(names)))
     _check_run(spec, run)
     if gpu is not None:
         _check_card(run, gpu)
@@ -41,7 +46,7 @@ def _check_run(spec: ModelSpec, run: Run) -> None:
     if not stack_of(run).own_program and run.attention not in (known := attentions(spec.family)):
         raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use one of "
                         f"{', '.join(known)}")  # fmt: skip
-    if run.seq_len > spec.max_positions:
+    if run.seq_len > spec.max_positions and not spec.rotary:
         what = "seq_len" if isinstance(run, Training) else "prompt_len + new_tokens"
         raise SpecError(
             f"{what}={run.seq_len}: {spec.name} has {spec.max_positions} positions; give at most as many "
@@ -103,7 +108,8 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
         names = {linear.name for linear in spec.linears}
         if missing := [target for target in run.lora.targets if target not in names]:
             have = ", ".join(sorted(names))
-            raise SpecError(f"LoRA targets {', '.join(missing)} are not layers of {spec.name}; give some of {have}")
+            given = f"LoRA targets {', '.join(missing)} are not layers of {spec.name}"
+            raise SpecError(f"{given}; give all-linear, or some of {have}")
     if run.fp8_recipe:
         _check_fp8(spec, run)
     if run.quantization == "gptq":

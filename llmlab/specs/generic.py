@@ -48,6 +48,11 @@ def auto_class(family: str) -> str | None:
     return families().get(family, {}).get("class")
 
 
+def is_rotary(family: str) -> bool:
+    """Return whether transformers' class of `family` rotates positions."""
+    return families().get(family, {}).get("rotary", False)
+
+
 def attentions(family: str) -> tuple[str, ...]:
     """Return the values of `attention` that transformers' class of `family` takes.
 

@@ -33,7 +33,7 @@ HELP = {
     "pixels": "Size of each image before the processor resizes it: a number of pixels, or HEIGHTxWIDTH.",
     "num_labels": "Train a sequence classifier of this many classes instead of a language model.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",
-    "lora_targets": "Linear layers that get an adapter, separated by commas.",
+    "lora_targets": "Linear layers that get an adapter, separated by commas, or all-linear for all but the head.",
     "lora_alpha": "Numerator of the adapters' scale, alpha / rank; default: 2 * rank.",
     "lora_dropout": "Dropout probability before the adapters.",
     "lora_autocast_adapter_dtype": "Keep adapters in fp32 even if the base weights are in 16 bits, as peft does.",

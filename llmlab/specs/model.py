@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ..base.errors import SpecError, unknown_name
 from ..base.units import show_count
-from .generic import auto_class
+from .generic import auto_class, is_rotary
 from .hub_cache import cached_config
 from .parameters import Linear, components, linears
 from .shape import FAMILIES, MLA, shape_of
@@ -57,6 +57,11 @@ class ModelSpec(Sizes):
     def has_formulas(self) -> bool:
         """Whether this family's own tensors are described; any other counts as a plain transformer of its sizes."""
         return self.family in FAMILIES
+
+    @cached_property
+    def rotary(self) -> bool:
+        """Whether positions are rotated, so that a step may have more tokens than the config's positions."""
+        return is_rotary(self.family) if not self.has_formulas else not self.learned_positions
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:

@@ -52,6 +52,7 @@ class LoRA(ChoiceSpec):
     """Low-rank adapters on the named linear layers (Hu et al., arXiv 2106.09685).
 
     `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear; everything else is frozen.
+    `targets` are names of layers, or ("all-linear",) for all but the head, as in peft.
     `alpha` is the numerator of the scale alpha / r; None is 2 · rank. `autocast_adapter_dtype` is peft's: True keeps
     adapters in fp32 where the frozen weights are half, False in the dtype of those, as torchtune and AutoModel do; what
     is not quantized beside quantized weights stays in it too, where peft's preparation would cast it to fp32.

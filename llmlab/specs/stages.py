@@ -55,7 +55,7 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     """
     stack = stack_of(run)
     if counts := stack.layers_of(spec, run.pp):
-        if min(counts[:-1], default=1) < 1:  # the last one may have the head alone
+        if min(counts[:-2], default=1) < 1:  # the last two may have head and loss alone
             raise SpecError(f"pp={run.pp} leaves a stage of {spec.name} without any of its {spec.layers} layers, "
                             f"because {stack.name} splits them by their cost; give a smaller pp")  # fmt: skip
         return counts

@@ -21,6 +21,7 @@ from torch import nn
 from ..base.compat import check, symbol
 from ..base.errors import NotAvailable, SpecError
 from ..course.techniques.checkpointing import KEPT_OPERATORS
+from ..specs.check import ALL_LINEAR
 from ..specs.generic import auto_class, release
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, LoRA, Run, Training
@@ -303,15 +304,19 @@ def _add_adapters(model: PreTrainedModel, lora: LoRA, num_labels: int | None) ->
     Conv1D = symbol("transformers.pytorch_utils.Conv1D")
     names = {name.rsplit(".", 1)[-1]: module for name, module in model.named_modules()}
     linears = sorted(name for name, module in names.items() if isinstance(module, (nn.Linear, Conv1D)))
-    if unknown := [target for target in lora.targets if target not in linears]:
+    targets = lora.targets
+    if targets == ALL_LINEAR:
+        head = model.get_output_embeddings()
+        targets = tuple(name for name in linears if names[name] is not head)
+    if unknown := [target for target in targets if target not in linears]:
         raise SpecError(f"LoRA targets {', '.join(unknown)} are not linear layers of the model; it has "
                         f"{', '.join(linears)}")  # fmt: skip
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
-        fan_in_fan_out=any(isinstance(names[target], Conv1D) for target in lora.targets),
+        target_modules=list(targets),
+        fan_in_fan_out=any(isinstance(names[target], Conv1D) for target in targets),
         bias="none",
         task_type="SEQ_CLS" if num_labels else "CAUSAL_LM",  # the new head of a classifier is trained whole
     )

@@ -285,6 +285,8 @@ def test_the_options_of_a_cluster_make_one():
     own = Report.from_json(call("estimate", *MANY, "--link-gb-s", 120, "--json").stdout)
     assert own == estimate(MANY[0], run, "H100-80GB", cluster("H100-80GB", reached=120e9))
     assert own.step_seconds > 1.1 * estimate(MANY[0], run, "H100-80GB").step_seconds
+    slow = Report.from_json(call("estimate", *MANY, "--network-gb-s", 30, "--json").stdout)
+    assert slow == estimate(MANY[0], run, "H100-80GB", cluster("H100-80GB", reached_across=30e9))
     one_node = call("estimate", *MANY[:3], *MANY[-2:], "--dp", 2, "--gpus-per-node", 2, "--json")
     assert json.loads(one_node.stdout)["step_seconds"] > 0
 

@@ -173,6 +173,18 @@ def test_whose_rate_is_not_that_of_published_nodes():
     for rate in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(SpecError, match="busbw of 12 GB/s, 12e9"):
             cluster("L40S", reached=rate)
+        with pytest.raises(SpecError, match=r"reached_across=.* 12e9"):
+            cluster("H100", reached_across=rate)
+
+
+def test_the_rate_of_a_network_is_that_of_an_all_reduce_over_all_its_nodes():
+    """nccl-tests' bus bandwidth (PERFORMANCE.md): an all-reduce of n ranks sends 2 (n - 1) / n of the tensor."""
+    nodes = cluster("H100", reached_across=80e9)
+    assert nodes.group(64).bandwidth == nodes.group(16).bandwidth == pytest.approx(80e9)
+    assert nodes.group(8).bandwidth == cluster("H100").group(8).bandwidth  # within a node
+    assert nodes.group(8, stride=8).bandwidth == pytest.approx(80e9 / 8)  # eight such groups share it
+    with pytest.raises(SpecError, match="these nodes have none"):
+        cluster("T4", reached_across=1e9)
 
 
 def test_what_is_no_link():

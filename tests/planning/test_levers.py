@@ -145,6 +145,44 @@ def test_the_messages_of_each_release_are_read(release):
     assert not found.allowed or "allowed" in str(found)
 
 
+OF_OTHERS = {  # as they stand in public issues
+    "XPU": ("torch.OutOfMemoryError: XPU out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of "
+            "63.98 GiB. Of the allocated memory 62.10 GiB is allocated by PyTorch, and 512.00 MiB is reserved by "
+            "PyTorch but unallocated.", {"free": (63.98 - 62.10 - 0.5) * GIB, "unallocated": GIB / 2}, "too little memory"),
+    "MPS": ("RuntimeError: MPS backend out of memory (MPS allocated: 17.68 GB, other allocations: 1.20 GB, max "
+            "allowed: 18.13 GB). Tried to allocate 500.00 MB on private pool.",
+            {"capacity": 18.13 * GIB, "requested": 500 * MIB, "free": 0, "allocated": 17.68 * GIB}, "too little"),
+    "by hand": ("CUDA out of memory. Tried to allocate 98 MiB. (GPU 0; 44.32GiB total capacity; 9.29 GiB already "
+                "allocated; 41.00 MiB free; 9.29 GiB reserved in total by PyTorch)",
+                {"capacity": 44.32 * GIB, "unallocated": 0}, "outside PyTorch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", OF_OTHERS)
+def test_the_messages_of_other_backends_are_read(backend):
+    message, numbers, advice = OF_OTHERS[backend]
+    found = lab.fix(message)
+    for name, size in numbers.items():
+        assert getattr(found, name) == pytest.approx(size, abs=2), name
+    assert advice in found.advice
+
+
+def test_holes_and_free_memory_are_added_up_where_only_both_hold_the_request():
+    message = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.15 GiB. GPU 0 has a total capacity of "
+               "47.54 GiB of which 188.75 MiB is free. Process 1 has 47.34 GiB memory in use. Of the allocated memory "
+               "45.83 GiB is allocated by PyTorch, and 1.07 GiB is reserved by PyTorch but unallocated.")  # fmt: skip
+    found = lab.fix(message)
+    assert found.unallocated < found.requested < found.unallocated + found.free
+    assert "Together this is 1.25 GiB" in found.advice
+
+
+@pytest.mark.parametrize("message", ["torch.AcceleratorError: CUDA error: out of memory", "HIP error: out of memory"])
+def test_the_drivers_own_error_is_told_apart(message):
+    found = lab.fix(message)
+    assert "not the message of PyTorch's allocator" in found.advice and found.advice in str(found)
+    assert found.to_dict() == {"advice": found.advice}
+
+
 def test_of_a_log_the_first_message_is_read():
     two = "\n".join(OF_RELEASES[release][0] for release in ("2.4, ROCm", "2.9, ROCm, a limit"))
     assert lab.fix("Traceback (most recent call last):\n" + two) == lab.fix(OF_RELEASES["2.4, ROCm"][0])

@@ -52,6 +52,17 @@ def test_an_estimate_is_what_is_simulated(config, options):
         assert estimate.time[part] == pytest.approx(seconds, rel=0.01, abs=1e-3 * simulation.step_seconds), part
 
 
+def test_logits_of_as_many_bytes_as_the_gradient_of_the_head_are_told_apart():
+    """With as many tokens as the model is wide, 2 · T · V bytes of logits are also the 2 · V · h of a gradient."""
+    run = lab.Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", checkpointing="full", dp=8, zero=3)
+    config = {**DEEP, "max_position_embeddings": 8192}
+    report = lab.estimate(config, run, "A100-80GB")
+    assert min(report.parts.values()) > 0
+    for term in lab.explain(config, run, "A100-80GB").terms:
+        assert term.count > 0
+        assert term.part != "logits" or "S" in term.formula
+
+
 def test_one_derivation_answers_for_other_sizes(monkeypatch):
     first = lab.Training(micro_batch=4, seq_len=1536, precision="bf16")
     lab.estimate(OLMO, first, "A100-80GB")
@@ -123,3 +134,24 @@ def test_levers_are_derived_too():
     lever = next(lever for lever in fix.levers if lever.run.checkpointing == "full")
     simulation = lab.simulate(OLMO, lever.run, "A100-80GB")
     assert lever.report.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.005)
+
+
+def test_rotary_positions_have_no_end_and_learned_ones_do():
+    run = lab.Training(micro_batch=1, seq_len=8192, precision="bf16")
+    estimate, simulation = (verb(OLMO, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))  # of 4,096
+    for report in (estimate, simulation):
+        assert "beyond-positions" in [note.code for note in report.notes]
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
+    with pytest.raises(lab.SpecError, match="gpt2 has 1024 positions"):
+        lab.estimate("gpt2", run, "A100-80GB")
+
+
+@pytest.mark.parametrize("config", [OLMO, {"model_type": "llama", **TEXT}], ids=["olmo2", "llama"])
+def test_all_linear_adapts_every_linear_layer_but_the_head(config):
+    """As peft's target_modules="all-linear" does."""
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    runs = (lab.Training(seq_len=512, lora=lab.LoRA(8, targets=names)) for names in (("all-linear",), layers))
+    every, named = (lab.simulate(config, run, "A100-80GB").peak_allocated for run in runs)
+    assert every == named
+    assert lab.estimate(config, lab.Training(seq_len=512, lora=lab.LoRA(8, targets=("all-linear",))),
+                        "A100-80GB").peak_allocated == pytest.approx(every, rel=0.01)  # fmt: skip

@@ -105,6 +105,22 @@ def test_known_masks_and_lengths_size_what_they_select(card):
     assert labels[labels != -100].unique().tolist() == [1, 3] and labels.sort().values.tolist() == [-100, 1, 3]
 
 
+@pytest.mark.filterwarnings("ignore:unique")
+@pytest.mark.filterwarnings("ignore:a comparison")
+def test_classes_that_only_a_check_counts_have_a_stand_in(card):
+    """As torchmetrics' validation of labels has it (functional/classification/stat_scores.py)."""
+    predictions = torch.randn(32, 10, device="cuda").argmax(1)
+    assert len(torch.unique(predictions)) <= 10
+    number = torch.unique(predictions).numel()
+    if number > 10:
+        raise AssertionError
+    classes = torch.unique(predictions)
+    assert torch.all((classes >= 0) & (classes < 10))
+    with pytest.raises(NotAvailable, match="unique"):
+        sizes = torch.unique(predictions)
+        torch.zeros(len(sizes))
+
+
 @pytest.mark.parametrize("operator, call", [
     (r"aten.index.Tensor, which is x\[mask\]", lambda x: x[x > 0]),
     ("aten.masked_select", lambda x: x.masked_select(x > 0)),

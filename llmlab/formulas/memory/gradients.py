@@ -153,7 +153,7 @@ def _stored(share: Share, states: States, every: int) -> Stored:
         block = every // share.layers
         return Stored(max(0, every - 2 * block), every - block, every)
     counts = _stage_parameters(share)
-    stage = sum(counts.values())
+    stage = sum(counts.values()) or 1  # nanotron's stage for the loss alone has none
     sharded = uses_fsdp(run)
     outside = counts["embedding"] + (0 if states.units.head else counts["head"]) if sharded else 0
     begun = spec.tied and not share.delays_head

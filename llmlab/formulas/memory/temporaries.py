@@ -344,9 +344,13 @@ def optimizer_temporaries(share: Share, states: States) -> int:
     On a GPU torch's AdamW is foreach: it makes the square roots of all second moments at once
     (torch/optim/adam.py, _multi_tensor_adam: _foreach_sqrt). On the CPU it makes the root and its quotient of one
     parameter at a time (_single_tensor_adam). Fused it makes none (cuda/FusedAdamWKernel.cu), and with a master copy
-    it is fused, as in DeepSpeed and Megatron-LM; the fp32 shards of FSDP2's policy are stepped like any others.
+    it is fused, as in DeepSpeed and Megatron-LM; the fp32 shards of FSDP2's policy are stepped like any others. Where
+    ranks then gather the weights through flat copies, the rank's part is one of these, and NCCL copies the whole again
+    (ProcessGroupNCCL.cpp, allgather: newLikeFlat).
     """
     spec, run = share.spec, share.run
+    if stack_of(run).copies_gathered and run.zero == 1:
+        return 2 * states.weights + states.weights // run.dp
     if run.offload or run.optimizer not in ("adamw", "adafactor", "muon"):
         return 0
     if stack_of(run).fused_adamw:

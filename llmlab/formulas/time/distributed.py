@@ -277,8 +277,9 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
     # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
     cast = stack_of(run).fp8_recipe or run.fp8 == "tensorwise"
     gathered = size / 2 if cast else size
-    gather = found.collective("all-gather", gathered, group)
-    scatter = found.collective("reduce-scatter", size, group)
+    waited = group.nodes * group.across.waited if group.across else 0.0
+    gather = found.collective("all-gather", gathered, group) + waited
+    scatter = found.collective("reduce-scatter", size, group) + waited
     if run.zero == 3:
         # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
         # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).

@@ -40,7 +40,7 @@ from ...recording.events import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
 from ..values.collectives import COLLECTIVES, exchange
-from ..values.counts import BALANCED, BINS, balance, counts_of
+from ..values.counts import BALANCED, BINS, DISTINCT, balance, counts_of, distinct_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
 from ..values.placeholders import asked_by_torch, initializing, needs_values, value_for
 from ..workspaces.none import is_stated
@@ -218,6 +218,8 @@ class Engine(TorchDispatchMode):
             out = sized_by_value(self._run, op.func, op.args, op.kwargs)
             if out is NotImplemented and op.func in BINS:
                 return counts_of(self._run, op.func, op.args, op.kwargs)
+            if out is NotImplemented and op.func == DISTINCT:
+                return distinct_of(self._run, op.func, op.args, op.kwargs)
             if out is NotImplemented:
                 raise needs_values(op.func) from error
             return out

@@ -37,6 +37,7 @@ from .tensor_types import LEGACY_TYPES
 
 CUDA_VERSION = "13.0"  # of the wheels of torch 2.13
 NCCL_VERSION = (2, 29, 3)  # likewise: .ci/docker/ci_commit_pins/nccl.txt
+CUDNN_VERSION = 92000  # likewise: nvidia-cudnn-cu13 9.20.0
 # By compute capability: KiB of shared memory of a multiprocessor and, at most, of a block; threads of a multiprocessor.
 # CUDA C++ Programming Guide, technical specifications per compute capability.
 LIMITS = {
@@ -90,6 +91,7 @@ def cuda_api(card: Card) -> Iterator[None]:
         for module in (torch, torch.random):
             put(module, {"set_rng_state": lambda state: None if isinstance(state, FakeTensor) else real_state(state)})
         put(torch.cuda.nccl, {"version": lambda: NCCL_VERSION, "is_available": lambda tensors: True})
+        put(torch.backends.cudnn, {"version": lambda: CUDNN_VERSION, "is_available": lambda: True})
         put(torch.cuda.profiler, {"start": nothing, "stop": nothing})
         put(torch.accelerator, _accelerator(memory))
         put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True,

@@ -1,4 +1,5 @@
-"""Counts of values that are not known: each bin has as many as any other.
+"""Counts of values that are not known: each bin has as many as any other, and where only a check asks which values
+there are, all are the same.
 
 A router's tokens are counted for each expert, ranks tell each other the counts, and buffers are sized by them. Balanced
 is what a router is trained to be; a real one is not, so memory is that of an even split.
@@ -15,9 +16,10 @@ from torch import Tensor
 from ...base.compat import disable_current_modes
 from ...base.notes import Note
 from .known import know
-from .placeholders import needs_values
+from .placeholders import needs_values, only_checked
 
 aten = torch.ops.aten
+DISTINCT = aten._unique2.default
 BINS = frozenset((aten.histc.default, aten.bincount.default))
 BALANCED = Note(
     "balanced-routing",
@@ -42,3 +44,17 @@ def counts_of(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str,
     if not bins:
         raise needs_values(func)
     return run(aten.empty.memory_format, [bins], dtype=torch.int64, device=args[0].device)
+
+
+def distinct_of(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return what unique() gives if all of its unknown values are the same: one value, for each the place of that one,
+    and one count, made by `run`, which runs an operator.
+
+    Raises NotAvailable where the result is more than checked.
+    """
+    if not only_checked("unique()"):
+        raise needs_values(func)
+    x, (_, inverse, counts) = args[0], (*args[1:], *[False] * 3)[:3]
+    inverse, counts = kwargs.get("return_inverse", inverse), kwargs.get("return_counts", counts)
+    shapes = ([1], x.dtype), (x.shape if inverse else [0], torch.int64), ([1] if counts else [0], torch.int64)
+    return tuple(run(aten.empty.memory_format, shape, dtype=dtype, device=x.device) for shape, dtype in shapes)

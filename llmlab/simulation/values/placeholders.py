@@ -21,7 +21,7 @@ import torch
 
 from ...base.errors import NotAvailable
 from .. import FOLDER
-from .uses import asserted, decides_loop, is_only_a_value
+from .uses import asserted, decides_loop, is_only_a_value, is_only_checked
 
 PLACEHOLDER = 1.0  # what float(), numpy() and C code get of a float that was computed on the card
 UNKNOWN = "?"  # what printing it shows
@@ -150,6 +150,16 @@ def whole(what: str, number: float) -> int:
         raise refuse(what, "takes a whole number from a value, which may become a size")
     warn_of(what)
     return int(number)
+
+
+def only_checked(what: str) -> bool:
+    """Return whether code only checks the tensor that its running call returns, so that any will do; if so, say once
+    that `what` gives a placeholder."""
+    frame = next(iter(_outside(sys._getframe(1))), None)
+    if frame is None or not is_only_checked(frame):
+        return False
+    warn_of(what)
+    return True
 
 
 def warn_of(what: str) -> None:

@@ -46,6 +46,13 @@ def is_only_a_value(frame: FrameType) -> bool:
     return _name(node) in KEEPS or source.ends_as_value(node, set())
 
 
+def is_only_checked(frame: FrameType) -> bool:
+    """Return whether the tensor that the running call of `frame` returns is only counted, or compared to decide a
+    branch: as torchmetrics does to see whether labels are classes."""
+    found = _node(frame)
+    return found is not None and isinstance(found[0], ast.Call) and found[1].ends_as_check(found[0])
+
+
 def asserted(frame: FrameType) -> bool | None:
     """Return what an assertion wants of the truth that `frame` asks for: assertions hold. None where there is none."""
     code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "TO_BOOL"]
@@ -111,6 +118,26 @@ class _Source:
             outer, seen
         )
 
+    def ends_as_check(self, node: ast.AST) -> bool:
+        """Follow a tensor: to its length, its number of elements, or the truth of a comparison."""
+        outer = self.around[node]
+        if isinstance(outer, ast.Attribute):
+            return outer.attr in ("numel", "any", "all") and self.ends_as_value(self.around[outer], set())
+        if isinstance(outer, ast.Call):
+            return _name(outer) in ("len", "any", "all") and self.ends_as_value(outer, set())
+        if isinstance(outer, ast.Assign) and isinstance(outer.targets[0], ast.Name):
+            return all(self.ends_as_check(use) for use in self._uses(outer, outer.targets[0].id))
+        return isinstance(outer, ast.FormattedValue) or (
+            isinstance(outer, (ast.Compare, ast.BinOp, ast.UnaryOp)) and self.ends_as_check(outer)
+        )
+
+    def _uses(self, node: ast.AST, name: str) -> list[ast.Name]:
+        scope = node
+        while not isinstance(scope, SCOPES):
+            scope = self.around[scope]
+        uses = (each for each in ast.walk(scope) if isinstance(each, ast.Name) and each.id == name)
+        return [use for use in uses if isinstance(use.ctx, ast.Load)]
+
     def _name_is_value(self, node: ast.AST, name: str, seen: set[tuple[ast.AST, str]]) -> bool:
         scope = node
         while not isinstance(scope, SCOPES):
@@ -118,8 +145,7 @@ class _Source:
         if (scope, name) in seen:
             return True
         seen.add((scope, name))
-        uses = (each for each in ast.walk(scope) if isinstance(each, ast.Name) and each.id == name)
-        return all(self.ends_as_value(use, seen) for use in uses if isinstance(use.ctx, ast.Load))
+        return all(self.ends_as_value(use, seen) for use in self._uses(node, name))
 
 
 def _node(frame: FrameType) -> tuple[ast.AST, _Source] | None:

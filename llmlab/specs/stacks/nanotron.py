@@ -22,12 +22,14 @@ class Nanotron(StackOptions):
     beside the half ones of a micro-batch (optim/gradient_accumulator.py). `tp_recompute_allgather` of `parallelism`
     gathers again in backward what a column-parallel layer was given, instead of keeping it. tp_mode REDUCE_SCATTER is
     the run's sequence_parallel, recompute_layer its checkpointing="full", zero_stage its `zero`, and the order of a
-    pipeline "1f1b". Stages are cut by what their layers cost to compute, the head among them (models/base.py).
+    pipeline "1f1b". Stages are cut by what their layers cost to compute, the head among them (models/base.py), which
+    may leave the head, or the loss, a stage of its own.
     """
 
     name = "nanotron"
     has_package = False
     families = ("llama",)
+    copies_gathered = True  # distributed.py, all_gather_coalesced
     ties_heads = True
     fused_adamw = True  # torch_adam_is_fused
     dtensors = False  # parallel/tensor_parallel/nn.py
@@ -68,8 +70,13 @@ class Nanotron(StackOptions):
         return {"precision": "mixed-bf16", "attention": "flash"}
 
     def layers_of(self, spec: ModelSpec, stages: int) -> tuple[int, ...]:
-        """Return how many layers each of `stages` has. A stage takes layers until it has computed more than its share:
-        that one too (models/base.py, build_model; costs: models/llama.py, get_block_compute_costs)."""
+        """Return how many layers each of `stages` has. A stage takes layers until it has computed its share (models/
+        base.py, build_model; costs: models/llama.py, get_block_compute_costs), and the head likewise: after it there
+        may be a stage for the loss alone, which is counted as one without work before the head's.
+
+        Where layers meet a share exactly, the code at c252843 takes one more. The authors' own jobs do not: by their
+        memory, 16 layers and a head that costs as much as 4 are cut 10 + 6 (bench_final2_mfu2.csv, after_pp_fix).
+        """
         layer = 4 * spec.query_width * spec.hidden + 3 * spec.intermediate * spec.hidden
         costs = list(accumulate([layer] * spec.layers))
         whole = costs[-1] + spec.vocab * spec.hidden
@@ -77,5 +84,7 @@ class Nanotron(StackOptions):
         stage = 0
         for cost in costs:
             counts[stage] += 1
-            stage += cost > whole * ((stage + 1) / stages)
+            stage += cost * stages >= whole * (stage + 1)
+        if stage == stages - 2:
+            counts[stage:] = [0, counts[stage]]
         return tuple(counts)

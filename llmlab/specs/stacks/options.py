@@ -37,6 +37,7 @@ class StackOptions(Spec):
     own_kernels: ClassVar[bool] = False  # whether blocks run kernels of its own, attention's too, not those of torch
     own_sums: ClassVar[bool] = False  # whether micro-batches' gradients are added to its own buffers, not to tensors
     own_experts: ClassVar[bool] = False  # whether experts that ranks share out are a unit of FSDP2 within a block's
+    copies_gathered: ClassVar[bool] = False  # whether ZeRO-1 copies all weights after the update, and NCCL again
     ties_heads: ClassVar[bool] = False  # whether models whose head is the embedding are described
     half_adapters: ClassVar[bool] = False  # whether LoRA's are in the dtype of half frozen weights, not in fp32
     torchao_nf4: ClassVar[bool] = False  # whether nf4 weights are torchao's NF4Tensor, not bitsandbytes'
