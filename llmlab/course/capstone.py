@@ -614,6 +614,10 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
     sampled = serve(pretrained, data.tokenizer, BEGINNINGS, scale.answer_tokens, temperature=0.5, top_p=0.9,
                     seed=scale.seed)
     clock("serving")
+    try:
+        by_llama_cpp = llama_cpp_tokens(folder / f"model-{scale.mixes[0]}.gguf", encoder, prompts, scale.answer_tokens)
+    except NotAvailable:
+        by_llama_cpp = []
     stop = data.tokenizer.token_to_id(END_OF_TEXT)
     measured = {
         "tokens of the text": data.packed_bytes // 2,
@@ -635,6 +639,10 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
         "bits per byte": {name: bits_per_byte(found, data.held_out, data.tokenizer) for name, found in losses.items()},
         "exam": {name: found.tolist() for name, found in exam.items()},
         "ended": {name: sum(r.output[-1] == stop for r in one.requests) for name, one in served.items()},
+        "llama.cpp": [
+            tokens == request.output  # an empty list without llama.cpp
+            for tokens, request in zip(by_llama_cpp, served[scale.mixes[0]].requests, strict=False)
+        ],
         "continuations": [data.tokenizer.decode(request.prompt + request.output) for request in sampled.requests],
         "transcript": [
             {"question": question, "expected": answer,
