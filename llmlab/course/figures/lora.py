@@ -25,8 +25,8 @@ def draw_update(side: int, rank: int, tokens: int, sizes: Mapping[str, Sequence[
     box(ax, 283, 114, 14, 86, "", PALETTE[1])
     label(ax, 306, 104, f"A: {rank} × in")
     label(ax, 306, 157, f"B: out × {rank},\nzero at first")
-    for x, *ends in ((140, 40, 80), (140, 200, 234), (290, 40, 80), (290, 94, 114), (290, 200, 234)):
-        link(ax, *((x, y) for y in ends))
+    for x, start, end in ((140, 40, 80), (140, 200, 234), (290, 40, 80), (290, 94, 114), (290, 200, 234)):
+        link(ax, (x, start), (x, end))
     box(ax, 40, 234, 320, 28, "W x + (α / r) B A x")
     for column, name in enumerate(("MiB", "weights", "gradients", "AdamW", "saved")):
         label(ax, 54 + 76 * column, 284, name, "center", color=MUTED)

@@ -54,7 +54,7 @@ def _near(f, merged: int = 0, gradients: bool = False) -> bool:
         outputs = way(x, layers)
         if gradients:
             trained = [x, *(matrix for layer in layers for matrix in (layer.A, layer.B))]
-            outputs = torch.autograd.grad(sum(y.float().square().sum() for y in outputs), trained)
+            outputs = torch.autograd.grad(torch.stack([y.float().square().sum() for y in outputs]).sum(), trained)
         found.append(outputs)
     mine, theirs = found
     return len(mine) == len(theirs) and all(
