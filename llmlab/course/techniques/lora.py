@@ -19,10 +19,10 @@ from ...specs.run import LoRA
 
 
 class LoRALinear(nn.Module):
-    """A frozen nn.Linear with a trainable low-rank difference beside it."""
+    """A frozen nn.Linear plus a trainable update of low rank."""
 
     def __init__(self, base: nn.Linear, lora: LoRA) -> None:
-        """Freeze `base` and create A and B in torch's default dtype: fp32, as in peft, whatever the base's dtype."""
+        """Freeze `base` and create A and B in torch's default dtype, which is fp32, as in peft."""
         super().__init__()
         self.base = base.requires_grad_(False)
         self.rank, self.alpha = lora.rank, lora.alpha if lora.alpha is not None else 2 * lora.rank
@@ -35,7 +35,7 @@ class LoRALinear(nn.Module):
 
     @property
     def scale(self) -> float:
-        """alpha / r: with it, the learning rate need not change when the rank does."""
+        """alpha / r. If alpha is constant, the best learning rate changes little with the rank."""
         return self.alpha / self.rank
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,14 +45,14 @@ class LoRALinear(nn.Module):
         return self.base(x) + (low @ self.B.T * self.scale).to(x.dtype)
 
     def difference(self) -> Tensor:
-        """Return (alpha / r) · B A, (out, in), which merging adds to the weight."""
+        """Return the update (alpha / r) · B A, (out, in), which merging adds to the weight."""
         return self.B @ self.A * self.scale
 
 
 def inject(model: nn.Module, lora: LoRA) -> nn.Module:
-    """Freeze `model`, replace every linear layer whose last name is in `lora.targets` by a LoRALinear, and return it.
+    """Freeze `model`, replace each linear layer named in `lora.targets` by a LoRALinear, and return the model.
 
-    Raises SpecError, and changes nothing, if a target names no layer, or one that is not an nn.Linear.
+    If a target names no layer, or one that is not an nn.Linear, raise SpecError and change nothing.
     """
     layers = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in lora.targets}
     if missing := sorted(set(lora.targets) - {name.rpartition(".")[2] for name in layers}):

@@ -88,7 +88,7 @@ def _check(method: str) -> None:
 class Adapter(nn.Module):
     """The frozen linear layer `base`, and y + up(GELU(down(y))) on its output y (arXiv 1902.00751, section 2.1).
 
-    It cannot be merged into the weights: forward keeps two more matrix products, one after the other.
+    It cannot be merged into the weights, so its two additional matmuls remain at inference.
     """
 
     def __init__(self, base: nn.Linear, width: int) -> None:

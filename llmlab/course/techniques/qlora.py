@@ -20,10 +20,11 @@ HEAD = "lm_head"
 
 
 def to_nf4(model: nn.Module, double: bool = False, compute: torch.dtype = torch.float32) -> nn.Module:
-    """Replace every linear layer but the head by bitsandbytes' NF4, with products in `compute`; return the model.
+    """Replace each linear layer except the head by NF4 of bitsandbytes, and return the model.
 
-    `double` quantizes the scales too (section 3). Embeddings, head and norms are unchanged. Raises NotAvailable
-    without bitsandbytes, and SpecError if the model already has LoRA layers: quantize first, then inject.
+    Matmuls are computed in `compute`. `double` also quantizes the scales (section 3). Embedding, head and norms do not
+    change. Raises NotAvailable without bitsandbytes, and SpecError if the model already has LoRA layers, because they
+    must be injected after the quantization.
     """
     try:
         import bitsandbytes as bnb
@@ -37,14 +38,14 @@ def to_nf4(model: nn.Module, double: bool = False, compute: torch.dtype = torch.
         if name.rpartition(".")[2] == HEAD:
             continue
         sizes = linear.in_features, linear.out_features, linear.bias is not None
-        small = bnb.nn.Linear4bit(*sizes, compute_dtype=compute, **how)
-        # On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks the weights at the first call in eval mode. Its product
-        # with packed weights has no backward, so from then on the layers below would train on wrong gradients.
-        small.support_avx512bf16_for_cpu = False
-        small.bias = linear.bias
+        layer = bnb.nn.Linear4bit(*sizes, compute_dtype=compute, **how)
+        # On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks the weights at the first call in eval mode. The matmul
+        # with packed weights has no backward pass, so the layers below would then train on wrong gradients.
+        layer.support_avx512bf16_for_cpu = False
+        layer.bias = linear.bias
         weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **how)
-        small.weight = weight.to(linear.weight.device)  # type: ignore[misc]  # its stub says that this is a Module
-        model.set_submodule(name, small)
+        layer.weight = weight.to(linear.weight.device)  # type: ignore[misc]  # its stub says that this is a Module
+        model.set_submodule(name, layer)
     return model
 
 
