@@ -67,7 +67,7 @@ def ring_all_gather(flat: Tensor) -> int:
 def ring_all_reduce(flat: Tensor) -> int:
     """Sum `flat`, (n,), over ranks in place; return the bytes that this rank sent, 2 (dp - 1) / dp of the tensor.
 
-    If ranks do the sums, no algorithm sends less (Patarasuk and Yuan 2009, theorem 1).
+    If ranks do the sums, no algorithm sends less from every rank (Patarasuk and Yuan 2009, theorem 1).
     """
     return ring_reduce_scatter(flat) + ring_all_gather(flat)
 
@@ -134,8 +134,8 @@ class Overlapped:
             return
         self.missing[index].discard(parameter)
         if not self.missing[index]:
-            # Send the gradient, not the parameter that the hook receives. Parameters are equal on all ranks, so
-            # averaging them would raise no error and change nothing.
+            # Send the gradient, not the parameter that the hook receives. Averaging parameters would raise no error,
+            # but the gradients of the ranks would stay different.
             flat = flat_gradients(self.buckets[index])  # (elements of the bucket,)
             flat.mul_(1 / dist.get_world_size())  # before the sum, as DDP does: the sum could overflow in fp16
             self.pending.append((index, flat, dist.all_reduce(flat, async_op=True)))
