@@ -2,7 +2,7 @@
 
     python -m llmlab.course.experiments.quantization
 
-trains the model and quantizes it again (about 8 minutes on one core), and writes quantization.json, which `results`
+trains the model and quantizes it again (about 9 minutes on one core), and writes quantization.json, which `results`
 reads. The text is the source code of Python's standard library, of the version that the JSON names, because the
 documentation in the package is too short: a model that is trained for long would memorize it.
 """
@@ -41,12 +41,13 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.08,
 }  # fmt: skip
-LENGTHS = (125, 500, 2000)  # steps: 0.26, 1.0 and 4.1 million tokens
+LENGTHS = (125, 500, 1000)  # steps: 0.3, 1.0 and 2.0 million tokens
 RATE, WARMUP, DECAY = 5e-3, 50, 0.2  # the peak learning rate; the last fifth of each run decays to a tenth of it
 SEEDS = (1, 2, 3)  # of the calibration text
 CALIBRATION = 8192  # tokens
 GROUP = 32
 OUTLIERS, FACTOR = 2, 20.0  # features of each norm, and how many times larger their outputs become
+QAT_STEPS, RATES_OF_QAT = 60, (3e-4, 1e-3, 3e-3)
 SKIPPED = {"test", "tests", "site-packages", "idlelib", "lib2to3", "pydoc_data", "encodings", "ensurepip", "turtledemo"}
 
 
@@ -169,15 +170,17 @@ def calibration(seed: int, tokens: int = CALIBRATION) -> Tensor:
     return windows(texts()[0], tokens // LENGTH, LENGTH, seed + 1_000)
 
 
-def cost(model: Llama, steps: int, outliers: bool, method: str, group: int, bits: int, tokens: int, seed: int) -> Result:
+def cost(
+    model: Llama, steps: int, outliers: bool, method: str, group: int, bits: int, tokens: int, seed: int
+) -> Result:
     """Quantize all linear layers but the head, and return the held-out loss."""
     quantize, text = METHODS[method], calibration(seed, tokens) if tokens else None
     changed = quantize_model(model, lambda w, x: quantize(w, x, bits, group or None), text)
     return Result(steps, outliers, method, group, bits, tokens, seed, held_out_loss(changed))
 
 
-def with_training(model: Llama, bits: int, rate: float, seed: int, steps: int = 60) -> float:
-    """Return the held-out loss after quantization-aware training, `steps` of 2,048 tokens at a decaying rate."""
+def with_training(model: Llama, bits: int, rate: float, seed: int, steps: int = QAT_STEPS) -> float:
+    """Return the held-out loss after quantization-aware training for `steps` at a learning rate that decays."""
     changed = replace_linears(model, lambda _, linear: QATLinear(linear, bits, GROUP, symmetric=False))
     start = 100_000 * seed  # other batches than those of the training
     train(changed, adamw(changed), start, start + steps, lambda step: rate * (1 - (step - start) / steps))
@@ -202,55 +205,47 @@ def layer_errors(model: Llama) -> list[Layers]:
     return rows
 
 
-def record(path: Path = RESULTS) -> None:
-    """Train and quantize all models, and write the results to `path` after each part."""
-    torch.set_num_threads(1)
-    models = trained()
-    rows: list[Result] = []
-
-    def add(model: Llama, *arguments: Any) -> None:
-        rows.append(cost(model, *arguments))
-        print(*rows[-1], flush=True)
-
-    for steps, model in models.items():
-        rows.append(Result(steps, False, "none", 0, 16, 0, 0, held_out_loss(model)))
-        for bits in (8, 5, 4, 3, 2):
-            add(model, steps, False, "RTN", GROUP, bits, 0, 0)
+def plan() -> list[tuple[int, bool, str, int, int, int, int]]:
+    """Return the arguments of `cost` for all quantized models: steps, outliers, method, group, bits, tokens, seed."""
     longest = LENGTHS[-1]
-    model = models[longest]
-    planted = with_outliers(model)
-    rows.append(Result(longest, True, "none", 0, 16, 0, 0, held_out_loss(planted)))
-    parts = ((model, False, GROUP, (4, 3, 2)), (model, False, 0, (4, 3)), (planted, True, GROUP, (4, 3)))
-    for subject, outliers, group, widths in parts:
+    runs = [(steps, False, "RTN", GROUP, bits, 0, 0) for steps in LENGTHS for bits in (8, 5, 4, 3, 2)]
+    for outliers, group, widths in ((False, GROUP, (4, 3, 2)), (False, 0, (4, 3)), (True, GROUP, (4, 3))):
         for bits in widths:
             for method in METHODS:
                 for seed in SEEDS if method in CALIBRATED else (0,):
-                    if method != "RTN" or outliers or not group:  # the rest is above
-                        add(subject, longest, outliers, method, group, bits, CALIBRATION * (seed > 0), seed)
-    for tokens in (256, 32768):
-        for seed in SEEDS:
-            add(model, longest, False, "GPTQ", GROUP, 3, tokens, seed)
-    write(rows, [], path)
-    layers = layer_errors(model)
-    print(layers, flush=True)
-    write(rows, layers, path)
-    rates = {rate: with_training(model, 2, rate, 1) for rate in (1e-4, 3e-4, 1e-3)}
-    print(rates, flush=True)
+                    runs.append((longest, outliers, method, group, bits, CALIBRATION * (seed > 0), seed))
+    runs += [(longest, False, "GPTQ", GROUP, 3, tokens, seed) for tokens in (256, 32768) for seed in SEEDS]
+    return list(dict.fromkeys(runs))
+
+
+def record(path: Path = RESULTS) -> None:
+    """Train and quantize all models, and write the results to `path`."""
+    torch.set_num_threads(1)
+    models = {(steps, False): model for steps, model in trained().items()}
+    model = models[LENGTHS[-1], False]
+    models[LENGTHS[-1], True] = with_outliers(model)
+    rows = [
+        Result(steps, outliers, "none", 0, 16, 0, 0, held_out_loss(one)) for (steps, outliers), one in models.items()
+    ]
+    for run in plan():
+        rows.append(cost(models[run[:2]], *run))
+        print(*rows[-1], flush=True)
+    rates = {rate: with_training(model, 2, rate, SEEDS[0]) for rate in RATES_OF_QAT}
     best = min(rates, key=rates.__getitem__)
     for seed in SEEDS:
-        loss = rates[best] if seed == 1 else with_training(model, 2, best, seed)
-        rows.append(Result(longest, False, "QAT", GROUP, 2, 60 * BATCH * LENGTH, seed, loss))
-    write(rows, layers, path, rates)
+        loss = rates[best] if seed == SEEDS[0] else with_training(model, 2, best, seed)
+        rows.append(Result(LENGTHS[-1], False, "QAT", GROUP, 2, QAT_STEPS * BATCH * LENGTH, seed, loss))
+    write(rows, layer_errors(model), path, rates)
 
 
-def write(rows: list[Result], layers: list[Layers], path: Path, rates: dict[float, float] | None = None) -> None:
+def write(rows: list[Result], layers: list[Layers], path: Path, rates: dict[float, float]) -> None:
     """Write the results, one per line, with the command that computes them and the versions that they depend on."""
     training, held_out = texts()
     header = {
         "command": "python -m llmlab.course.experiments.quantization", "torch": torch.__version__,
         "python": platform.python_version(), "parameters": Llama.from_spec(CONFIG).spec.parameters,
         "training_tokens": len(training), "held_out_tokens": len(held_out),
-        "qat_rates": {str(rate): round(loss, 4) for rate, loss in (rates or {}).items()},
+        "qat_rates": {str(rate): round(loss, 4) for rate, loss in rates.items()},
         "layers": [[*row[:2], round(row.outputs, 4), round(row.weights, 4)] for row in layers],
     }  # fmt: skip
     lines = ",\n  ".join(json.dumps([*row[:-1], round(row.loss, 5)]) for row in rows)

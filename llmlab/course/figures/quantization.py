@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...plots.canvas import FAINT, INK, MUTED, PALETTE, SMALL, WHITE, Picture, name_rows, new_picture, number_axes, styled
+from ...plots.canvas import (
+    FAINT,
+    INK,
+    MUTED,
+    PALETTE,
+    SMALL,
+    WHITE,
+    Picture,
+    name_rows,
+    new_picture,
+    number_axes,
+    styled,
+)
 from ...plots.curve import DASHES, LINES, MARKERS
 from ...plots.schematic import box, finished, grid, label, link, sketch, strip
 
@@ -12,7 +24,7 @@ GIB = 2**30
 
 
 def draw_memory(needs: Mapping[str, tuple[int, int]], rooms: Mapping[str, float]) -> Picture:
-    """Draw the bytes of the weights and of the cache of each format as a bar, and the memory of each device as a line."""
+    """Draw the bytes of weights and cache in each format as a bar, and the memory of each device as a line."""
     top = 30 + 18 * len(rooms)
     picture, ax = sketch(top + 44 * len(needs) + 6)
     scale = 372 / max(*(sum(need) for need in needs.values()), *rooms.values())
@@ -43,7 +55,8 @@ def draw_outlier(steps: Mapping[str, float], weights: Sequence[float], view: flo
         rows[name] = [step * i for i in range(-most, most + 1)]
     with styled():
         picture, (ax,) = new_picture(0.55 * len(rows) + 0.6)
-        ax.eventplot(list(rows.values()), colors=[PALETTE[3], *[PALETTE[0]] * len(steps)], linelengths=0.6, linewidths=1.1)
+        colors = [PALETTE[3], *[PALETTE[0]] * len(steps)]
+        ax.eventplot(list(rows.values()), colors=colors, linelengths=0.6, linewidths=1.1)
         name_rows(ax, list(rows), axis=False)
         ax.set(ylim=(len(rows) - 0.4, -0.6), xlim=(-view, view), xlabel="weight")
     picture.alt = "Weights, and the values to which they are rounded: " + ", ".join(
@@ -85,7 +98,8 @@ def draw_groups(
 def draw_formats(weights: Sequence[float], values: Mapping[str, Sequence[float]]) -> Picture:
     """Draw a histogram of weights divided by the largest of their block, and the values of each format below it."""
     with styled():
-        picture, (top, rows) = new_picture(1.4 + 0.36 * len(values), 2, sharex=True, height_ratios=(1.2, 0.36 * len(values)))
+        heights = (1.2, 0.36 * len(values))
+        picture, (top, rows) = new_picture(0.2 + sum(heights), 2, sharex=True, height_ratios=heights)
         top.hist(weights, 81, histtype="stepfilled", color=PALETTE[5], edgecolor=INK, lw=0.6)
         top.set(yticks=(), ylabel="weights")
         top.spines["left"].set_visible(False)
@@ -99,7 +113,7 @@ def draw_formats(weights: Sequence[float], values: Mapping[str, Sequence[float]]
 
 
 def draw_bits(formats: Mapping[str, tuple[float, float, str]]) -> Picture:
-    """Draw the bits per weight of each format: those of the codes, those of the scales, and how the scales are shared."""
+    """Draw the bits per weight of each format, of its codes and of its scales, and how the scales are shared."""
     picture, ax = sketch(32 + 44 * len(formats))
     for place, (name, color) in enumerate({"codes": PALETTE[5], "scales and zeros": PALETTE[1]}.items()):
         box(ax, 12 + 90 * place, 6, 14, 14, color=color)
@@ -138,28 +152,33 @@ def draw_llm_int8() -> Picture:
         link(ax, (x, y), (297, 142), color=MUTED)
     box(ax, 140, 212, 120, 26, "sum = X Wᵀ")
     return finished(
-        picture, "A matmul is split by channels: the two channels with outliers are multiplied in 16 bits, the other four in "
-        "int8, and the two results are added."
+        picture, "A matmul is split by channels: the two channels with outliers are multiplied in 16 bits, the other "
+        "four in int8, and the two results are added."
     )  # fmt: skip
 
 
-def draw_smoothquant(before: tuple[Sequence[float], Sequence[float]], after: tuple[Sequence[float], Sequence[float]]) -> Picture:
+def draw_smoothquant(
+    before: tuple[Sequence[float], Sequence[float]], after: tuple[Sequence[float], Sequence[float]]
+) -> Picture:
     """Draw the largest number of each channel, of the inputs and of the weights, before and after SmoothQuant.
 
-    Each panel is divided by its own mean, so that only the shape counts.
+    Each line is divided by its median, so that only the shape counts.
     """
+    ratios = []
     with styled():
-        picture, axes = new_picture(3.4, 2, sharex=True, height_ratios=(1, 1))
+        picture, axes = new_picture(3.6, 2, sharex=True, height_ratios=(1, 1))
         for ax, name, pair in zip(axes, ("inputs", "weights"), zip(before, after, strict=True), strict=True):
-            for values, color, words in zip(pair, (PALETTE[1], PALETTE[0]), ("before", "after"), strict=True):
-                mean = sum(values) / len(values)
-                ax.plot([value / mean for value in values], color=color, linewidth=1.4, label=words)
-            ax.set(ylabel=f"{name},\nmax / mean")
+            for values, color, look, words in zip(pair, (LINES[1], LINES[0]), "so", ("before", "after"), strict=True):
+                middle = sorted(values)[len(values) // 2]
+                line = [value / middle for value in values]
+                ax.plot(line, look + "-", color=color, linewidth=1.2, markersize=4, label=words)
+                ratios.append(max(values) / middle)
+            ax.set(ylabel=f"{name},\nmax / median", yscale="log")
         axes[1].set(xlabel="channel")
         axes[0].legend(loc="upper right")
-    shapes = (f"{max(v) * len(v) / sum(v):.1f}" for pair in (before, after) for v in pair)
-    picture.alt = "Largest over mean of the channels' maxima: inputs {}, weights {} before; inputs {}, weights {} after.".format(
-        *shapes
+    picture.alt = (
+        "The largest of the channels over the median: inputs {:.1f} before and {:.1f} after, weights {:.1f} before "
+        "and {:.1f} after.".format(*ratios)
     )
     return picture
 
@@ -177,16 +196,19 @@ def draw_hqq(weights: Sequence[float], grids: Mapping[str, Sequence[float]]) -> 
     return picture
 
 
-def draw_gptq(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], at: int, shares: Sequence[float]) -> Picture:
+def draw_gptq(
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], at: int, shares: Sequence[float]
+) -> Picture:
     """Draw four rows of weights before and after column `at` is rounded; `shares` of its error go to later columns."""
     picture, ax = sketch(322)
     columns = len(before[0])
     for number, (words, rows) in enumerate((("is next", before), ("is rounded", after))):
         y, done = 16 + 170 * number, at + number
         label(ax, 12, y, f"column {at} {words}", weight="bold")
-        colors = [FAINT] * done + ([PALETTE[1]] + [WHITE] * (columns - at - 1) if not number else [PALETTE[5]] * (columns - done))
-        cells = [[(f"{100 * w:.2f}", color) for w, color in zip(row, colors, strict=True)] for row in rows]
-        grid(ax, 12, y + 14, cells, 62, 24)
+        left = [PALETTE[5]] * (columns - done) if number else [PALETTE[1], *[WHITE] * (columns - done - 1)]
+        colors = [FAINT] * done + left
+        cells = [[f"{round(100 * w, 2) + 0:.2f}" for w in row] for row in rows]
+        grid(ax, 12, y + 14, [list(zip(row, colors, strict=True)) for row in cells], 62, 24)
     box(ax, 12 + 62 * at, 134, 62, 22, "error e", PALETTE[1])
     for column, share in zip(range(at + 1, columns), shares, strict=True):
         x = 43 + 62 * column
@@ -194,8 +216,8 @@ def draw_gptq(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]
         link(ax, (x, 156), (x, 200))
     label(ax, 12, 310, "in hundredths; grey: rounded, and final", color=MUTED)
     return finished(
-        picture, f"Four rows of {columns} weights. Column {at} is rounded, and shares of its error are subtracted from the "
-        "columns that are not rounded yet."
+        picture, f"Four rows of {columns} weights. Column {at} is rounded, and shares of its error are subtracted from "
+        "the columns that are not rounded yet."
     )  # fmt: skip
 
 
@@ -219,8 +241,8 @@ def plot_costs(lines: Mapping[str, Sequence[tuple[float, float, float, float]]],
     with styled():
         picture, (ax,) = new_picture(4.4)
         for (name, points), color, dash, marker in zip(lines.items(), LINES, DASHES, MARKERS, strict=False):
-            bits, low, mean, high = zip(*points, strict=True)
-            errors = [[m - lo for m, lo in zip(mean, low, strict=True)], [hi - m for m, hi in zip(mean, high, strict=True)]]
+            bits, _, mean, _ = zip(*points, strict=True)
+            errors = [[m - lo for _, lo, m, _ in points], [hi - m for _, _, m, hi in points]]
             ax.errorbar(bits, mean, errors, color=color, linestyle=dash, marker=marker, markeredgecolor=INK, capsize=3,
                         linewidth=2, label=name)  # fmt: skip
         number_axes(ax, "bits per weight, scales included", ylabel)
