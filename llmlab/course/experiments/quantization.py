@@ -2,7 +2,7 @@
 
     python -m llmlab.course.experiments.quantization
 
-trains the model and quantizes it again (about 9 minutes on one core), and writes quantization.json, which `results`
+trains the model and quantizes it again (about 5 minutes on one core), and writes quantization.json, which `results`
 reads. The text is the source code of Python's standard library, of the version that the JSON names, because the
 documentation in the package is too short: a model that is trained for long would memorize it.
 """
@@ -27,11 +27,10 @@ from ...data import END_OF_TEXT, tokenizer, windows
 from ..architectures.llama import Llama
 from ..quantize import awq, gptq
 from ..quantize.algorithms.hqq import hqq
-from ..quantize.algorithms.qat import QATLinear
 from ..quantize.algorithms.rtn import layer_error, relative_error, rtn
 from ..quantize.formats import affine
 from ..quantize.formats.affine import Quantized
-from ..quantize.whole import inputs_of, linears, quantize_model, replace_linears
+from ..quantize.whole import inputs_of, linears, quantize_model
 from ..techniques.training_loop import batch_seed, next_token_loss
 
 RESULTS = Path(__file__).with_suffix(".json")
@@ -41,13 +40,12 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.08,
 }  # fmt: skip
-LENGTHS = (125, 500, 1000)  # steps: 0.3, 1.0 and 2.0 million tokens
+LENGTHS = (125, 500)  # steps: 0.3 and 1.0 million tokens
 RATE, WARMUP, DECAY = 5e-3, 50, 0.2  # the peak learning rate; the last fifth of each run decays to a tenth of it
 SEEDS = (1, 2, 3)  # of the calibration text
 CALIBRATION = 8192  # tokens
 GROUP = 32
 OUTLIERS, FACTOR = 2, 20.0  # features of each norm, and how many times larger their outputs become
-QAT_STEPS, RATES_OF_QAT = 60, (3e-4, 1e-3, 3e-3)
 SKIPPED = {"test", "tests", "site-packages", "idlelib", "lib2to3", "pydoc_data", "encodings", "ensurepip", "turtledemo"}
 
 
@@ -128,8 +126,8 @@ def trained() -> dict[int, Llama]:
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module) -> float:
-    """Return the mean loss over 256 windows of the held-out text, 32,768 tokens that are the same for every model."""
-    batches = [windows(texts()[1], BATCH, LENGTH, seed) for seed in range(16)]
+    """Return the mean loss over 128 windows of the held-out text, 16,384 tokens that are the same for every model."""
+    batches = [windows(texts()[1], BATCH, LENGTH, seed) for seed in range(8)]
     return sum(next_token_loss(model(batch), batch).item() for batch in batches) / len(batches)
 
 
@@ -179,14 +177,6 @@ def cost(
     return Result(steps, outliers, method, group, bits, tokens, seed, held_out_loss(changed))
 
 
-def with_training(model: Llama, bits: int, rate: float, seed: int, steps: int = QAT_STEPS) -> float:
-    """Return the held-out loss after quantization-aware training for `steps` at a learning rate that decays."""
-    changed = replace_linears(model, lambda _, linear: QATLinear(linear, bits, GROUP, symmetric=False))
-    start = 100_000 * seed  # other batches than those of the training
-    train(changed, adamw(changed), start, start + steps, lambda step: rate * (1 - (step - start) / steps))
-    return held_out_loss(changed.eval())
-
-
 def layer_errors(model: Llama) -> list[Layers]:
     """Return the errors of all methods at 4 and 3 bits, each relative to rounding, geometric means over the layers."""
     inputs = inputs_of(model, calibration(1), linears(model))
@@ -209,7 +199,7 @@ def plan() -> list[tuple[int, bool, str, int, int, int, int]]:
     """Return the arguments of `cost` for all quantized models: steps, outliers, method, group, bits, tokens, seed."""
     longest = LENGTHS[-1]
     runs = [(steps, False, "RTN", GROUP, bits, 0, 0) for steps in LENGTHS for bits in (8, 5, 4, 3, 2)]
-    for outliers, group, widths in ((False, GROUP, (4, 3, 2)), (False, 0, (4, 3)), (True, GROUP, (4, 3))):
+    for outliers, group, widths in ((False, GROUP, (4, 3, 2)), (False, 0, (3,)), (True, GROUP, (3,))):
         for bits in widths:
             for method in METHODS:
                 for seed in SEEDS if method in CALIBRATED else (0,):
@@ -230,22 +220,16 @@ def record(path: Path = RESULTS) -> None:
     for run in plan():
         rows.append(cost(models[run[:2]], *run))
         print(*rows[-1], flush=True)
-    rates = {rate: with_training(model, 2, rate, SEEDS[0]) for rate in RATES_OF_QAT}
-    best = min(rates, key=rates.__getitem__)
-    for seed in SEEDS:
-        loss = rates[best] if seed == SEEDS[0] else with_training(model, 2, best, seed)
-        rows.append(Result(LENGTHS[-1], False, "QAT", GROUP, 2, QAT_STEPS * BATCH * LENGTH, seed, loss))
-    write(rows, layer_errors(model), path, rates)
+    write(rows, layer_errors(model), path)
 
 
-def write(rows: list[Result], layers: list[Layers], path: Path, rates: dict[float, float]) -> None:
+def write(rows: list[Result], layers: list[Layers], path: Path) -> None:
     """Write the results, one per line, with the command that computes them and the versions that they depend on."""
     training, held_out = texts()
     header = {
         "command": "python -m llmlab.course.experiments.quantization", "torch": torch.__version__,
         "python": platform.python_version(), "parameters": Llama.from_spec(CONFIG).spec.parameters,
         "training_tokens": len(training), "held_out_tokens": len(held_out),
-        "qat_rates": {str(rate): round(loss, 4) for rate, loss in rates.items()},
         "layers": [[*row[:2], round(row.outputs, 4), round(row.weights, 4)] for row in layers],
     }  # fmt: skip
     lines = ",\n  ".join(json.dumps([*row[:-1], round(row.loss, 5)]) for row in rows)

@@ -30,9 +30,9 @@ def awq(
 
     s = mean|x|^α for each feature (equation 5). Of `grid` values of α, from 0 (round to nearest) to below 1, the search
     takes the one that changes the outputs for `inputs` (tokens, I) least. With `clip`, it then searches, for each group
-    of each row, the share of the range that changes the group's part of the outputs least, as the authors' code does.
-    In a model, s is folded into the norm or the layer before, so it costs nothing. Raises SpecError for sizes that do
-    not match, a group that does not divide I, and values that are not finite.
+    of each row, the share of the range that changes the group's part of the outputs least, as the authors' code does
+    for all layers but queries and keys. In a model, s is folded into the norm or the layer before, so it costs nothing.
+    Raises SpecError for sizes that do not match, a group that does not divide I, and values that are not finite.
     """
     check_counts(grid=grid)
     weight, inputs = layer(weight, inputs)
