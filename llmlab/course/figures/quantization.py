@@ -142,10 +142,10 @@ def draw_llm_int8() -> Picture:
     for channel in range(6):
         box(ax, 222, 26 + 14 * channel, 120, 14, color=PALETTE[1] if channel in outliers else PALETTE[5])
     lanes = (("4 channels: int8 × int8", PALETTE[5]), ("2 channels: in 16 bits", PALETTE[1]))
-    for number, (words, color) in enumerate(lanes):
-        x = 12 + 194 * number
+    for lane, (words, color) in enumerate(lanes):
+        x = 12 + 194 * lane
         box(ax, x, 142, 182, 30, words, color)
-        link(ax, (x + 91, 172), (170 + 60 * number, 212))
+        link(ax, (x + 91, 172), (170 + 60 * lane, 212))
     for x, y in ((60, 76), (240, 112)):
         link(ax, (x, y), (103, 142))
     for x, y in ((160, 76), (320, 112)):
