@@ -139,7 +139,8 @@ def with_outliers(model: Llama, count: int = OUTLIERS, factor: float = FACTOR) -
     """
     changed = copy.deepcopy(model)
     with torch.no_grad():
-        for block in changed.layers:
+        blocks: Any = changed.layers
+        for block in blocks:
             attention, mlp = block.self_attn, block.mlp
             for norm, readers in (
                 (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
