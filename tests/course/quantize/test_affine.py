@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from llmlab.base.errors import SpecError
 from llmlab.course.quantize.algorithms import smoothquant
+from llmlab.course.quantize.algorithms.hqq import hqq
 from llmlab.course.quantize.algorithms.rtn import layer_error, rtn
 from llmlab.course.quantize.formats import affine, int8
 
@@ -113,6 +114,7 @@ def test_zero_is_a_code_even_where_no_weight_is_near_it():
 
 def test_bits_a_weight_count_the_scales():
     assert affine.quantize(normal(8, 128), 4, "group", 128).bits_per_weight == 4 + 20 / 128
+    assert hqq(normal(8, 128), 4, 128).bits_per_weight == 4 + 32 / 128
 
 
 # ---- int8 products

@@ -51,8 +51,12 @@ class Quantized:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits per weight when packed: its code, and its share of its group's fp16 scale and zero in `bits` bits."""
-        return self.bits + (16 + self.bits) * self.scale.numel() / self.codes.numel()
+        """Bits per weight when packed: its code, and its share of its group's fp16 scale and of the zero.
+
+        A zero takes `bits` bits, or 16 if zeros are not whole numbers (HQQ).
+        """
+        zero = self.bits if (self.zero == self.zero.round()).all() else 16
+        return self.bits + (16 + zero) * self.scale.numel() / self.codes.numel()
 
 
 def scale_and_zero(x: Tensor, bits: int, symmetric: bool, clip: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
