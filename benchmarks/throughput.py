@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from math import ceil
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -104,7 +105,7 @@ def errors(found: Pairs) -> Errors:
 def _summary(rows: int, off: list[float], inside: float | None) -> Errors:
     if not off:
         return Errors(rows, 0, 0.0, 0.0, 0.0, inside)
-    ninth = sorted(off)[int(0.9 * (len(off) - 1))]
+    ninth = sorted(off)[ceil(0.9 * len(off)) - 1]
     return Errors(rows, len(off), median(off), ninth, max(off), inside)
 
 

@@ -10,8 +10,9 @@ eyao600/Rapid-LLM at d6e2fc3): nanotron on 1 to 64 nodes of 8 H100s with EFA, bf
 step's speed, `mem_reserved_gib` torch's max_memory_reserved of rank 0, `mem_allocated_gib` the peak of the update,
 `ar` the bus bandwidth in GB/s that the job's own all-reduce test reached over all its GPUs, `ar_in` within a node.
 
-How a job is described was written down before its prediction (MODELS, `run_of`, `condition`). A job is healthy if its
-NVLink and its network passed their tests, and if its pipeline ran after nanotron's pipeline was rewritten.
+How a job is described was fixed beforehand (MODELS, `run_of`, `condition`); what nanotron does was corrected in view of
+these rows. A job is healthy if its NVLink and its network passed their tests, and if its pipeline ran after nanotron's
+pipeline was rewritten.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import csv
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -140,7 +142,7 @@ def inside(job: Job) -> bool:
 def shown(found: Sequence[float]) -> list[str]:
     """Return the median and the 90th percentile of absolute errors, and the median of signed ones."""
     sizes = sorted(map(abs, found))
-    return [f"{median(sizes):.1%}", f"{sizes[int(0.9 * (len(sizes) - 1))]:.0%}", f"{median(found):+.1%}"]
+    return [f"{median(sizes):.1%}", f"{sizes[ceil(0.9 * len(sizes)) - 1]:.0%}", f"{median(found):+.1%}"]
 
 
 def speeds(done: list[Job]) -> list[str]:

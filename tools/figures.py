@@ -53,8 +53,10 @@ def held_out() -> list[Prediction]:
 
 
 def scripts() -> list[Prediction]:
-    """Return the peaks of published scripts, allocated or reserved, whichever their authors printed."""
+    """Return the peaks of published scripts, allocated or reserved, whichever their authors printed. One of them was
+    known when the simulator was written, and is left out."""
     ran = json.loads((RESULTS / "scripts.json").read_text(encoding="utf-8"))["scripts"]
+    ran = [script for script in ran if script["name"] != "rasbt_ch05_orig"]
     return [Prediction(r[f"peak_{r['published_is']}"], r["published"] * GiB) for r in ran if r.get("published")]
 
 
