@@ -4,10 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...plots.canvas import FAINT, MUTED, PALETTE, WHITE, Picture
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from ...plots.canvas import FAINT, MUTED, PALETTE, SMALL, WHITE, Picture, new_picture, number_axes, styled
+from ...plots.curve import LINES, MARKERS
 from ...plots.schematic import box, finished, grid, label, sketch
 
 TOKEN = 23  # pixels per token
+
+
+@styled()
+def plot_questions(
+    points: Sequence[float], curves: Mapping[str, Sequence[float]], benchmarks: Mapping[str, int]
+) -> Picture:
+    """Return a picture of the questions needed against the difference, with the sizes of benchmarks as dashed lines.
+
+    `points`: differences in points of accuracy; `curves`: by name the questions needed for each of them.
+    """
+    picture, (ax,) = new_picture(4.2, width=4.0)
+    for number, (name, questions) in enumerate(curves.items()):
+        ax.plot(points, questions, color=LINES[number], marker=MARKERS[number], markersize=5, linewidth=2, label=name)
+    for name, size in benchmarks.items():
+        ax.axhline(size, color=MUTED, linewidth=1, linestyle="--")
+        ax.annotate(name, (points[0], size), xytext=(-6, 3), textcoords="offset points", size=SMALL, color=MUTED)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.xaxis.set_major_locator(FixedLocator(list(points)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    number_axes(ax, "difference (points of accuracy)", "questions needed")
+    picture.legend(loc="outside lower center", ncols=2)
+    lines = [
+        f"{name}: {questions[0]:,.0f} at {points[0]:g}, {questions[-1]:,.0f} at {points[-1]:g}"
+        for name, questions in curves.items()
+    ]
+    sizes = ", ".join(f"{name} {size:,}" for name, size in benchmarks.items())
+    picture.alt = f"Questions needed against the difference in points. {'; '.join(lines)}. Sizes: {sizes}."
+    return picture
+
+
+@styled()
+def plot_positions(edges: Sequence[int], losses: Sequence[float]) -> Picture:
+    """Return a picture of the mean loss of the positions edges[i] to edges[i + 1] of a window, on a logarithmic axis."""
+    picture, (ax,) = new_picture(3.0, width=4.0)
+    middles = [(begin + end) / 2 for begin, end in zip(edges, edges[1:], strict=False)]
+    ax.plot(middles, losses, color=LINES[0], marker=MARKERS[0], markersize=5, linewidth=2)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator([4, 8, 16, 32, 64, 128, 256, 512]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    number_axes(ax, "position in the window", "loss")
+    parts = [f"{loss:.2f} around {middle:g}" for middle, loss in zip(middles, losses, strict=True)]
+    picture.alt = f"Loss against the position in the window: {', '.join(parts)}."
+    return picture
 
 
 def draw_windows(tokens: int, window: int, passes: Mapping[int, Sequence[tuple[int, int, int]]]) -> Picture:
@@ -31,14 +78,14 @@ def draw_windows(tokens: int, window: int, passes: Mapping[int, Sequence[tuple[i
 
 
 def draw_outcomes(counts: Mapping[str, Mapping[tuple[bool, bool], int]]) -> Picture:
-    """Draw the outcomes of two models on the same questions: for each pair a bar, divided into four counts.
+    """Draw the outcomes of a model and its versions on the same questions: a bar for each version, in four parts.
 
-    `counts`: by the name of the second model, the questions for each (first is right, second is right).
+    `counts`: by the name of the version, the number of questions for each (original is right, version is right).
     """
     kinds = {
         (True, True): ("both right", FAINT),
-        (True, False): ("only the first", PALETTE[1]),
-        (False, True): ("only the second", PALETTE[2]),
+        (True, False): ("only the original", PALETTE[1]),
+        (False, True): ("only the version", PALETTE[2]),
         (False, False): ("both wrong", WHITE),
     }
     picture, ax = sketch(62 + 58 * len(counts))
@@ -56,4 +103,4 @@ def draw_outcomes(counts: Mapping[str, Mapping[tuple[bool, bool], int]]) -> Pict
             width = 376 * outcomes[kind] / total
             box(ax, x, y + 11, width, 26, f"{outcomes[kind]}" if width > 16 else "", color)
             x += width
-    return finished(picture, f"Two models on the same questions. {'; '.join(facts)}.")
+    return finished(picture, f"A model and its versions on the same questions. {'; '.join(facts)}.")
