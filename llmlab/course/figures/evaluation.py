@@ -26,7 +26,9 @@ def plot_questions(
         ax.plot(points, questions, color=LINES[number], marker=MARKERS[number], markersize=5, linewidth=2, label=name)
     for name, size in benchmarks.items():
         ax.axhline(size, color=MUTED, linewidth=1, linestyle="--")
-        ax.annotate(name, (points[0], size), xytext=(-6, 3), textcoords="offset points", size=SMALL, color=MUTED)
+        words = f"{name}, {size:,}"
+        ax.annotate(words, (points[-1], size), xytext=(6, 3), textcoords="offset points", size=SMALL, color=MUTED,
+                    ha="right")  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.xaxis.set_major_locator(FixedLocator(list(points)))
