@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -46,9 +47,9 @@ def plot_questions(
 
 @styled()
 def plot_positions(edges: Sequence[int], losses: Sequence[float]) -> Picture:
-    """Return a picture of the mean loss of the positions edges[i] to edges[i + 1] of a window, on a logarithmic axis."""
+    """Return a picture of the mean loss of the positions edges[i] to edges[i + 1] of a window."""
     picture, (ax,) = new_picture(3.0, width=4.0)
-    middles = [(begin + end) / 2 for begin, end in zip(edges, edges[1:], strict=False)]
+    middles = [(begin + end) / 2 for begin, end in pairwise(edges)]
     ax.plot(middles, losses, color=LINES[0], marker=MARKERS[0], markersize=5, linewidth=2)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator([4, 8, 16, 32, 64, 128, 256, 512]))
@@ -92,9 +93,9 @@ def draw_outcomes(counts: Mapping[str, Mapping[tuple[bool, bool], int]]) -> Pict
     }
     picture, ax = sketch(62 + 58 * len(counts))
     for place, (words, color) in enumerate(kinds.values()):
-        x, y = 12 + 190 * (place % 2), 8 + 22 * (place // 2)
-        box(ax, x, y, 14, 14, color=color)
-        label(ax, x + 20, y + 7, words)
+        left, top = 12 + 190 * (place % 2), 8 + 22 * (place // 2)
+        box(ax, left, top, 14, 14, color=color)
+        label(ax, left + 20, top + 7, words)
     facts = []
     for row, (name, outcomes) in enumerate(counts.items()):
         y, x, total = 68 + 58 * row, 12.0, sum(outcomes.values())
