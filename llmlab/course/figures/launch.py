@@ -83,17 +83,19 @@ def draw_interval() -> Picture:
     )
 
 
-def draw_weeks(jobs: Mapping[str, Mapping[str, float]]) -> Picture:
-    """Draw one bar for each job: the shares of its time that go to training, saves, lost work and restarts."""
-    picture, ax = sketch(40 + 52 * len(jobs))
-    x = 12.0
-    for name, color in PARTS.items():
+def draw_losses(jobs: Mapping[str, Mapping[str, float]]) -> Picture:
+    """Draw one bar for each job: the shares of its time that go to saves, lost work and restarts, at one scale."""
+    picture, ax = sketch(34 + 52 * len(jobs))
+    lost = {name: color for name, color in PARTS.items() if name != "training"}
+    scale = 376 / max(1 - shares["training"] for shares in jobs.values())
+    x, words = 12.0, []
+    for name, color in lost.items():
         box(ax, x, 8, 12, 12, "", color)
         x = label(ax, x + 16, 14, name).get_window_extent().x1 + 14
-    words = []
     for row, (name, shares) in enumerate(jobs.items()):
-        y = 48 + 52 * row
-        label(ax, 12, y, f"{name}: {shares['training']:.1%} train", weight="bold")
-        strip(ax, 12, y + 12, [(shares[part], "", color) for part, color in PARTS.items()], 376, 20)
-        words.append(f"{name}: " + ", ".join(f"{part} {shares[part]:.1%}" for part in PARTS))
-    return finished(picture, f"Shares of the time. {'; '.join(words)}.")
+        y = 46 + 52 * row
+        label(ax, 12, y, name, weight="bold")
+        label(ax, 388, y, f"{1 - shares['training']:.1%}", "right")
+        strip(ax, 12, y + 11, [(shares[part], "", color) for part, color in lost.items()], scale, 18)
+        words.append(f"{name}: " + ", ".join(f"{part} {shares[part]:.2%}" for part in lost))
+    return finished(picture, f"Shares of the time that do not train. {'; '.join(words)}.")

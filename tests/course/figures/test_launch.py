@@ -18,7 +18,7 @@ def test_the_interval():
     assert "restart of R" in launch.draw_interval().alt
 
 
-def test_weeks_have_a_bar_for_each_job():
+def test_losses_have_a_bar_for_each_job():
     shares = time_shares(600, 10, 3600, 300)
-    alt = launch.draw_weeks({"one": shares, "two": shares}).alt
-    assert alt.count("training") == 2 and f"restarts {shares['restarts']:.1%}" in alt
+    alt = launch.draw_losses({"one": shares, "two": shares}).alt
+    assert alt.count("saves") == 2 and f"restarts {shares['restarts']:.2%}" in alt
