@@ -132,7 +132,9 @@ def test_a_job_that_never_reaches_a_checkpoint_has_no_goodput():
     assert goodput(1e6, 1, 1) == 0.0
 
 
-@pytest.mark.parametrize(("save", "mtbf", "restart"), [(10, 356_000, 600), (57, 11_000, 600), (60, 900, 300), (5, 99, 0)])
+@pytest.mark.parametrize(
+    ("save", "mtbf", "restart"), [(10, 356_000, 600), (57, 11_000, 600), (60, 900, 300), (5, 99, 0)]
+)
 def test_shares_of_the_time_are_those_of_a_simulated_job(save, mtbf, restart):
     interval = best_interval(save, mtbf)
     shares = time_shares(interval, save, mtbf, restart)

@@ -30,7 +30,7 @@ def draw_nodes(nodes: int, gpus: int) -> Picture:
         label(ax, 396, 202 + 18 * row, words, "right")
     return finished(
         picture,
-        f"{nodes} nodes of {gpus} GPUs, of which nodes 0, 1 and {nodes - 1} are drawn. On each, a torchrun starts {gpus} "
+        f"{nodes} nodes of {gpus} GPUs, of which nodes 0, 1 and {nodes - 1} are drawn. On each, torchrun starts {gpus} "
         f"processes. RANK is 0 to {nodes * gpus - 1} over all nodes, LOCAL_RANK 0 to {gpus - 1} on each node. All "
         "connect to a store on the node of RANK 0, at MASTER_ADDR and MASTER_PORT.",
     )
@@ -78,8 +78,8 @@ def draw_interval() -> Picture:
     label(ax, end + 4, 55, "...")
     return finished(
         picture,
-        "A timeline: training for τ, a save of δ, training for τ, a save of δ, then a failure in the middle of the next "
-        "interval. Its work is lost. After a restart of R, training continues from the last checkpoint.",
+        "A timeline: training for τ, a save of δ, training for τ, a save of δ, then a failure in the middle of the "
+        "next interval. Its work is lost. After a restart of R, training continues from the last checkpoint.",
     )
 
 

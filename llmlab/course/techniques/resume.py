@@ -89,7 +89,7 @@ class Progress:
 
 
 def save(progress: Progress, folder: Path, write: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter) -> None:
-    """Save a checkpoint after the current step. Each rank writes its shards, and the folder gets its name at the end."""
+    """Save a checkpoint after the current step. Each rank writes its shards, then the folder gets its name."""
     complete = folder / f"step-{len(progress.losses):06}"
     unfinished = complete.with_suffix(".unfinished")
     dcp.save(progress.state(), storage_writer=write(unfinished))  # returns when all ranks have written

@@ -108,14 +108,15 @@ next_batch: dict[str, Callable[[Callable[..., Any]], bool]] = {
 
 # ---- elasticity
 
+
 def _largest(function: Callable[..., Any], *cases: tuple[tuple[int, ...], int]) -> bool:
     return all(function(*arguments) == dp for arguments, dp in cases)
 
 
 largest_dp: dict[str, Callable[[Callable[..., Any]], bool]] = {
-    "all 512 GPUs, 16 per copy of the model": lambda f: _largest(f, ((512, 16, 1024, 1), 32)),
-    "a broken node of eight halves dp": lambda f: _largest(f, ((504, 16, 1024, 1), 16)),
-    "1,024 = 2 · 512 sequences in micro-batches of 2": lambda f: _largest(f, ((512, 1, 1024, 2), 512)),
-    "a batch of 960 fits 31 copies badly, and 30 well": lambda f: _largest(f, ((504, 16, 960, 1), 30)),
-    "no copy fits": lambda f: _largest(f, ((8, 16, 1024, 1), 0)),
+    "512 GPUs, 16 per copy: dp = 32": lambda f: _largest(f, ((512, 16, 1024, 1), 32)),
+    "without one node, dp = 16": lambda f: _largest(f, ((504, 16, 1024, 1), 16)),
+    "512 GPUs, one per copy, micro-batches of 2": lambda f: _largest(f, ((512, 1, 1024, 2), 512)),
+    "504 GPUs and 960 sequences: dp = 30": lambda f: _largest(f, ((504, 16, 960, 1), 30)),
+    "8 GPUs are too few for a copy": lambda f: _largest(f, ((8, 16, 1024, 1), 0)),
 }
