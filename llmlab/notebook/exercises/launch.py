@@ -64,8 +64,8 @@ GOOD: Codes = [0, 0, 0]
 
 supervise: dict[str, Callable[[Callable[..., Any]], bool]] = {
     "the second of four nodes has ranks 8 to 15 of 32": _numbered,
-    "if all end well, none is terminated": _spared,
-    "if one is killed, the others are terminated and its code is returned":
+    "none is terminated if all end well": _spared,
+    "the others are terminated if one is killed and its code is returned":
         lambda f: _ended(f, KILLED) == (-9, 3, True),
     "a restart starts all again": lambda f: _ended(f, KILLED, GOOD, restarts=1) == (0, 6, True),
     "it gives up after the last restart":
@@ -114,9 +114,9 @@ def _largest(function: Callable[..., Any], *cases: tuple[tuple[int, ...], int]) 
 
 
 largest_dp: dict[str, Callable[[Callable[..., Any]], bool]] = {
-    "512 GPUs, 16 per copy: dp = 32": lambda f: _largest(f, ((512, 16, 1024, 1), 32)),
-    "without one node, dp = 16": lambda f: _largest(f, ((504, 16, 1024, 1), 16)),
-    "512 GPUs, one per copy, micro-batches of 2": lambda f: _largest(f, ((512, 1, 1024, 2), 512)),
-    "504 GPUs and 960 sequences: dp = 30": lambda f: _largest(f, ((504, 16, 960, 1), 30)),
-    "8 GPUs are too few for a copy": lambda f: _largest(f, ((8, 16, 1024, 1), 0)),
+    "dp = 32 on 512 GPUs with 16 per copy": lambda f: _largest(f, ((512, 16, 1024, 1), 32)),
+    "dp = 16 without one node": lambda f: _largest(f, ((504, 16, 1024, 1), 16)),
+    "dp = 512 with one GPU per copy and micro-batches of 2": lambda f: _largest(f, ((512, 1, 1024, 2), 512)),
+    "dp = 30 on 504 GPUs with 960 sequences": lambda f: _largest(f, ((504, 16, 960, 1), 30)),
+    "no copy on 8 GPUs": lambda f: _largest(f, ((8, 16, 1024, 1), 0)),
 }
