@@ -1,13 +1,13 @@
-"""How often to save a checkpoint, and what share of the time is left: δ, M and R.
+"""How often to save a checkpoint, and which share of the time still trains: δ, M and R.
 
     δ  save       s for which a save stops training
     M  mtbf       mean s between failures of the whole job
-    R  restart    s from a failure until training goes on: noticing it, starting again, loading
-    τ  interval   s of training from the end of a save to the start of the next
+    R  restart    s from a failure until training continues: detection, start, loading
+    τ  interval   s of training between the end of a save and the start of the next
 
-Failures are assumed independent of one another and of time (exponential intervals); they also strike saves and
-restarts. J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (2006), derives it
-all; J. W. Young, A first order approximation to the optimum checkpoint interval (1974), the first order.
+Failures are assumed to be independent of each other and of time (exponential intervals). They also strike during saves
+and restarts. J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (2006), derives
+these formulas; J. W. Young, A first order approximation to the optimum checkpoint interval (1974), the first order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .memory.states import states
 
 
 def checkpoint_bytes(model: ModelLike, run: Training) -> int:
-    """Return the bytes of a checkpoint that training can go on from: weights and optimizer states, over all ranks.
+    """Return the bytes of a checkpoint from which training can continue: weights and optimizer states of all ranks.
 
-    However they are divided over ranks, they are saved once. Gradients are not: a step has used them up. With LoRA,
-    only the adapters are trained, and saved.
+    Each of them is saved once, however they are divided over the ranks. Gradients are not saved, because the update has
+    used them. With LoRA, only the adapters are saved.
     """
     whole = replace(run, optimizer=run.optimizer, zero=0, dp=1, tp=1, pp=1, cp=1, ep=1, sequence_parallel=False,
                     loss_parallel=True, offload=None)  # fmt: skip
@@ -36,20 +36,20 @@ def checkpoint_bytes(model: ModelLike, run: Training) -> int:
 
 
 def save_seconds(size: int, writers: int, each: float, storage: float) -> float:
-    """Return the s that `writers` need for `size` bytes, where one writes `each` bytes/s and the storage takes
-    `storage` bytes/s of all together."""
+    """Return the s that `writers` need to write `size` bytes, if each sends `each` bytes/s and the storage accepts
+    `storage` bytes/s in total."""
     _positive(writers=writers, each=each, storage=storage)
     return size / min(writers * each, storage)
 
 
 def mtbf(units: int, of_one: float) -> float:
-    """Return the s between failures of a job that any of `units` ends, each of which fails every `of_one` s."""
+    """Return the s between failures of a job of `units` GPUs, each of which ends the job once in `of_one` s."""
     _positive(units=units, of_one=of_one)
     return of_one / units
 
 
 def young(save: float, mtbf: float) -> float:
-    """Return the interval √(2δM), Young's first order.
+    """Return the best interval to first order, √(2δM).
 
     >>> round(young(save=60, mtbf=3 * 3600))
     1138
@@ -59,23 +59,20 @@ def young(save: float, mtbf: float) -> float:
 
 
 def best_interval(save: float, mtbf: float) -> float:
-    """Return the interval of the highest goodput: the root of (1 - τ/M)·exp((τ + δ)/M) = 1, where its derivative is 0.
-
-    It does not depend on the restart time.
-    """
+    """Return the interval with the highest goodput, where (1 - τ/M)·exp((τ + δ)/M) = 1. It does not depend on R."""
     _positive(save=save, mtbf=mtbf)
-    low, high = 0.0, 1.0  # of τ/M: the left side falls from exp(δ/M) to 0
+    low, high = 0.0, 1.0  # bounds of τ/M: the left side falls from exp(δ/M) to 0
     for _ in range(60):
         middle = (low + high) / 2
-        above = math.log1p(-middle) + middle + save / mtbf > 0
-        low, high = (middle, high) if above else (low, middle)
+        too_short = math.log1p(-middle) + middle + save / mtbf > 0
+        low, high = (middle, high) if too_short else (low, middle)
     return low * mtbf
 
 
 def goodput(interval: float, save: float, mtbf: float, restart: float = 0.0) -> float:
-    """Return the share of the time that trains and is kept: τ / (M·exp(R/M)·(exp((τ + δ)/M) - 1)).
+    """Return the share of the time whose training counts: τ / (M·exp(R/M)·(exp((τ + δ)/M) - 1)).
 
-    What a failure throws away, saves and restarts are the rest. To first order it is 1 - δ/τ - τ/2M - R/M.
+    Saves, lost work and restarts take the rest. To first order, the goodput is 1 - δ/τ - τ/2M - R/M.
     """
     _positive(interval=interval, save=save, mtbf=mtbf)
     if restart < 0:
@@ -83,8 +80,22 @@ def goodput(interval: float, save: float, mtbf: float, restart: float = 0.0) -> 
     try:
         took = mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf)
     except OverflowError:
-        return 0.0  # it never gets from one checkpoint to the next
+        return 0.0  # the job never reaches the next checkpoint
     return interval / took
+
+
+def time_shares(interval: float, save: float, mtbf: float, restart: float = 0.0) -> dict[str, float]:
+    """Return the shares of the time that go to training, saves, lost work and restarts. Training is the goodput.
+
+    Between two checkpoints there are exp((τ + δ)/M) - 1 failures on average, and a restart takes M·(exp(R/M) - 1) s,
+    because failures interrupt it, too.
+    """
+    training = goodput(interval, save, mtbf, restart)
+    if not training:
+        return {"training": 0.0, "saves": 0.0, "lost work": 1.0, "restarts": 0.0}
+    failures, whole = math.expm1((interval + save) / mtbf), interval / training
+    saves, restarts = save / whole, failures * mtbf * math.expm1(restart / mtbf) / whole
+    return {"training": training, "saves": saves, "lost work": 1 - training - saves - restarts, "restarts": restarts}
 
 
 def _positive(**values: float) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints: how large, how often, and what share of the time is left, against a simulation of failures."""
 
 import random
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.archive import figure
 from llmlab.base.errors import SpecError
-from llmlab.formulas.reliability import best_interval, checkpoint_bytes, goodput, mtbf, save_seconds, young
+from llmlab.formulas.reliability import (
+    best_interval,
+    checkpoint_bytes,
+    goodput,
+    mtbf,
+    save_seconds,
+    time_shares,
+    young,
+)
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
@@ -121,3 +130,34 @@ def test_what_cannot_be_is_refused(wrong):
 
 def test_a_job_that_never_reaches_a_checkpoint_has_no_goodput():
     assert goodput(1e6, 1, 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("save", "mtbf", "restart"), [(10, 356_000, 600), (57, 11_000, 600), (60, 900, 300), (5, 99, 0)]
+)
+def test_shares_of_the_time_are_those_of_a_simulated_job(save, mtbf, restart):
+    interval = best_interval(save, mtbf)
+    shares = time_shares(interval, save, mtbf, restart)
+    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
+    assert shares["training"] == goodput(interval, save, mtbf, restart)
+    random, spent = Random(0), dict.fromkeys(shares, 0.0)
+    for _ in range(20_000):
+        while (failure := random.expovariate(1 / mtbf)) < interval + save:
+            spent["lost work"] += failure
+            while restart and (failure := random.expovariate(1 / mtbf)) < restart:
+                spent["restarts"] += failure
+            spent["restarts"] += restart
+        spent["training"] += interval
+        spent["saves"] += save
+    for part, share in shares.items():
+        assert spent[part] / sum(spent.values()) == pytest.approx(share, abs=0.006)
+
+
+def test_to_first_order_a_failure_costs_the_best_interval_and_the_restart():
+    save, mtbf, restart = 10, 356_000, 600
+    lost = 1 - goodput(young(save, mtbf), save, mtbf, restart)
+    assert lost == pytest.approx((young(save, mtbf) + restart) / mtbf, rel=0.01)
+
+
+def test_a_job_that_never_saves_in_time_loses_all():
+    assert time_shares(1e6, 1, 1)["lost work"] == 1

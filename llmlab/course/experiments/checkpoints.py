@@ -1,4 +1,4 @@
-"""What chapter 17 runs in two ranks that are already there: checkpoints that end early, or are written over."""
+"""The experiment of chapter 17 in two ranks: checkpoints that are interrupted, or overwrite others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 class FullDisk(dcp.FileSystemWriter):
-    """Writes what rank 0 has; on the others the disk is full."""
+    """Writes the shards of rank 0. On the other ranks, the disk is full."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         if dist.get_rank():
@@ -48,7 +48,7 @@ def _loaded(folder: Path) -> list[float] | str:
 
 
 def chapter(folder: str) -> dict[str, Any]:
-    """Save twos onto a disk that is full on rank 1, in several ways, and load; return what each load gave."""
+    """Save twos in several ways, with a full disk on rank 1, and return the numbers that each load returns."""
     fresh, over, later = (Path(folder) / name for name in ("fresh", "over", "later"))
     failed = _save_failing(2.0, fresh)
     outcomes: dict[str, Any] = {"in a fresh folder": _loaded(fresh)}

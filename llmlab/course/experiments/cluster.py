@@ -1,4 +1,4 @@
-"""Train a small GPT in whatever was started, one process or thousands: one script for every launcher.
+"""Train a small GPT in one process or in thousands, with the same script under every launcher.
 
     python -m llmlab.course.experiments.cluster
     torchrun --nproc-per-node 8 -m llmlab.course.experiments.cluster --folder run
@@ -6,8 +6,8 @@
     deepspeed --num_accelerators 8 --module llmlab.course.experiments.cluster --folder run
     sbatch cluster.sbatch --folder run
 
-With --folder it saves a checkpoint every few steps, and the same command again goes on from the last whole one, on any
-number of ranks. The batch of a step is the same on any number, too. Rank 0 prints one line of JSON.
+With --folder it saves a checkpoint every few steps. The same command then continues from the last complete one, on
+any number of ranks. The batch of a step does not depend on the number of ranks. Rank 0 prints one line of JSON.
 
     B  micro_batch     T  seq_len
 """
@@ -47,7 +47,7 @@ SHOWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 @dataclass(frozen=True)
 class Place:
-    """Which process of how many this is, and of how many on its node."""
+    """The number of this process, in the job and on its node, and how many processes there are in both."""
 
     rank: int = 0
     local_rank: int = 0
@@ -56,25 +56,27 @@ class Place:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return what the launcher says in the environment; nothing said is one process alone.
+    """Return the place of this process, which the launcher has set in the environment. Without a launcher, the process
+    is alone.
 
-    Raises SpecError for variables that cannot be, and for tasks of srun that nobody numbered: each would train alone.
+    Raises SpecError for impossible values, and for tasks of srun without a RANK, because each would train alone.
     """
-    said = {name: environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if environment.get(name)}
-    if not said:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    values = {name: environment[name] for name in names if environment.get(name)}
+    if not values:
         tasks = environment.get("SLURM_NTASKS", "1")
         if tasks != "1":
             raise SpecError(f"SLURM_NTASKS={tasks} and no RANK: in each task start torchrun, as in cluster.sbatch")
         return Place()
-    shown = ", ".join(f"{name}={value}" for name, value in said.items())
+    shown = ", ".join(f"{name}={value}" for name, value in values.items())
     try:
-        rank, local, ranks = (int(said[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        local_ranks = int(environment.get("LOCAL_WORLD_SIZE") or local + 1)
+        rank, local_rank, ranks = (int(values[name]) for name in names)
+        local_ranks = int(environment.get("LOCAL_WORLD_SIZE") or local_rank + 1)
     except (KeyError, ValueError):
         raise SpecError(f"{shown}: a launcher sets RANK, LOCAL_RANK and WORLD_SIZE, whole numbers") from None
-    if not 0 <= local <= rank < ranks:
+    if not 0 <= local_rank <= rank < ranks:
         raise SpecError(f"{shown}: give 0 <= LOCAL_RANK <= RANK < WORLD_SIZE")
-    return Place(rank, local, ranks, local_ranks)
+    return Place(rank, local_rank, ranks, local_ranks)
 
 
 def make_job(
@@ -114,9 +116,9 @@ class Saving:
 
 
 def join(here: Place) -> torch.device:
-    """Join the process group that the launcher prepared, by NCCL where each process has a GPU, else by gloo."""
+    """Join the process group, with NCCL if each process of the node has a GPU, and otherwise with gloo."""
     on_gpu = torch.cuda.device_count() >= here.local_ranks
-    device = torch.device("cuda", here.local_rank) if on_gpu else torch.device("cpu")  # not rank: a node has 8
+    device = torch.device("cuda", here.local_rank) if on_gpu else torch.device("cpu")  # a node has no GPU 8
     if on_gpu:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
@@ -31,9 +33,10 @@ BATCH_FILE = Path(__file__).with_name("cluster.sbatch")
 
 
 def commands(launcher: str, port: int, accelerate_config: str = "", restarts: int = 0) -> list[list[str]]:
-    """Return the command of each node, which start two ranks in all ("python": one). Raises SpecError for no launcher.
+    """Return the command of each node. Together they start two ranks, and "python" starts one. Raises SpecError for an
+    unknown launcher.
 
-    `restarts`: how often torchrun starts all ranks again after one has failed. accelerate reads `accelerate_config`.
+    After a failure, torchrun starts all ranks again, at most `restarts` times. accelerate reads `accelerate_config`.
     """
     one_node = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     two_nodes = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
@@ -120,6 +123,20 @@ def end(process: subprocess.Popen) -> None:
     """Kill what is left of a process started in a session of its own, and of all that came from it."""
     end_all([process.pid], alive=[process.pid] if process.poll() is None else [])
     process.wait()
+
+
+def readers(name: str, *packages: str) -> list[str]:
+    """Return the `packages` whose distributed Python code contains the environment variable `name`."""
+    word, found = re.compile(rf"(?<!\w){name}(?!\w)"), []
+    for package in packages:
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            continue
+        root = Path(spec.origin).parent
+        files = (root / "distributed" if package == "torch" else root).rglob("*.py")
+        if any(word.search(file.read_text("utf-8")) for file in files):
+            found.append(package)
+    return found
 
 
 def free_port() -> int:

@@ -60,7 +60,8 @@ class Progress:
     losses: list[float] = field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
-        weights, moments = get_state_dict(self.model, self.optimizer)  # for sharded tensors, this rank's shards
+        """Return everything on which the next step depends."""
+        weights, moments = get_state_dict(self.model, self.optimizer)  # only the shards of this rank
         return {
             "model": weights,
             "optimizer": moments,
@@ -88,7 +89,7 @@ class Progress:
 
 
 def save(progress: Progress, folder: Path, write: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter) -> None:
-    """Write a checkpoint after the current step: each rank writes its shards to a folder that is renamed at the end."""
+    """Save a checkpoint after the current step. Each rank writes its shards, then the folder gets its name."""
     complete = folder / f"step-{len(progress.losses):06}"
     unfinished = complete.with_suffix(".unfinished")
     dcp.save(progress.state(), storage_writer=write(unfinished))  # returns when all ranks have written
@@ -98,15 +99,15 @@ def save(progress: Progress, folder: Path, write: Callable[[Path], dcp.StorageWr
 
 
 def last_whole(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step, None if there is none."""
+    """Return the complete checkpoint of the latest step, or None."""
     complete = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return max(complete, key=lambda path: int(path.name.partition("-")[2]), default=None)  # step-1000000: seven digits
 
 
 def resume(progress: Progress, checkpoint: Path, leave_out: tuple[str, ...] = ()) -> None:
-    """Load a checkpoint that any number of ranks wrote: each rank reads the parts that overlap its own shards.
+    """Load a checkpoint that any number of ranks has written. Each rank reads the parts that overlap its own shards.
 
-    Random states are per rank: on another number of ranks they stay as seeded.
+    Each rank has its own random states. If the number of ranks has changed, they stay as seeded.
     """
     state = progress.state()
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata

@@ -296,3 +296,8 @@ def test_launchers_that_are_not_there_are_named(monkeypatch):
     monkeypatch.setattr(launchers, "commands", lambda *_: [["no-such-launcher"]])
     with pytest.raises(NotAvailable, match="deepspeed is not installed"):
         launchers.run("deepspeed")
+
+
+def test_torch_reads_local_rank_and_not_nccl_timeout():
+    assert launchers.readers("LOCAL_RANK", "torch", "no_such_package") == ["torch"]
+    assert launchers.readers("NCCL_TIMEOUT", "torch") == []
