@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401  # optimizers import it, in each child if not here
 
 from ..base.errors import NotAvailable
 from ..data import corpus
@@ -45,6 +44,7 @@ def live(folder: Path, scale: Scale, source: str) -> None:
 
 def child(folder: Path, scale: Scale, source: str) -> int:
     """Fork a process that runs the script in `folder`; return its number."""
+    torch.optim.AdamW([torch.zeros(1)])  # imports what each child would import otherwise
     pid = os.fork()
     if pid:
         return pid

@@ -13,11 +13,15 @@ def _as_transformers(
 ) -> bool:
     """Whether the router of DeepSeek-V3 in transformers chooses the same experts for 100 tokens. `bias` is added to
     each score."""
-    from transformers import DeepseekV3Config  # type: ignore[attr-defined]
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers import DeepseekV3Config, DeepseekV3Model  # type: ignore[attr-defined]
 
-    sizes: dict[str, Any] = {"hidden_size": experts, "n_routed_experts": experts, "num_experts_per_tok": K}
-    router = DeepseekV3TopkRouter(DeepseekV3Config(n_group=groups, topk_group=most, **sizes))
+    sizes: dict[str, Any] = {
+        "hidden_size": experts, "n_routed_experts": experts, "num_experts_per_tok": K, "n_group": groups,
+        "topk_group": most, "num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 8,
+        "moe_intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "pad_token_id": None,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    router = DeepseekV3Model(DeepseekV3Config(**sizes)).layers[0].mlp.gate
     logits = torch.randn(100, experts, generator=torch.Generator().manual_seed(K))
     torch.nn.init.eye_(router.weight)
     router.e_score_correction_bias.fill_(bias)
