@@ -104,7 +104,7 @@ def condition(row: dict[str, str]) -> str:
 
 
 def jobs(path: Path) -> list[Job]:
-    nodes, found = cluster(GPU, "EFA-400", adapters=8), []
+    nodes, every = cluster(GPU, "EFA-400", adapters=8), []
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             spec = model_of(row)
@@ -112,15 +112,15 @@ def jobs(path: Path) -> list[Job]:
                 run = run_of(row)
                 report = lab.estimate(spec, run, GPU, cluster=nodes)
             except lab.SpecError:  # more stages than nanotron's rule fills, or ZeRO-1 with one rank
-                found.append(Job(row, lab.Training(), None, None))
+                every.append(Job(row, lab.Training(), None, None))
                 continue
             tested = None
             if row["nodes"] != "1" and row["ar"]:
                 rate = min(nodes.adapters * nodes.across.reached, float(row["ar"]) * 1e9)
                 own = cluster(GPU, "EFA-400", adapters=8, reached_across=rate)
                 tested = lab.estimate(spec, run, GPU, cluster=own)
-            found.append(Job(row, run, report, tested))
-    return found
+            every.append(Job(row, run, report, tested))
+    return every
 
 
 def errors(group: Iterable[Job], tested: bool = False) -> list[float]:
@@ -139,10 +139,10 @@ def inside(job: Job) -> bool:
     return job.report.step_seconds_low <= seconds <= job.report.step_seconds_high
 
 
-def shown(found: Sequence[float]) -> list[str]:
+def shown(relative: Sequence[float]) -> list[str]:
     """Return the median and the 90th percentile of absolute errors, and the median of signed ones."""
-    sizes = sorted(map(abs, found))
-    return [f"{median(sizes):.1%}", f"{sizes[ceil(0.9 * len(sizes)) - 1]:.0%}", f"{median(found):+.1%}"]
+    sizes = sorted(map(abs, relative))
+    return [f"{median(sizes):.1%}", f"{sizes[ceil(0.9 * len(sizes)) - 1]:.0%}", f"{median(relative):+.1%}"]
 
 
 def speeds(done: list[Job]) -> list[str]:
@@ -170,8 +170,8 @@ def memory(done: list[Job]) -> list[str]:
     rows = []
     for name, (column, estimate, chosen) in measures.items():
         group = [job for job in done if job.row[column] and chosen(job)]
-        found = [estimate(job) / GIB / float(job.row[column]) - 1 for job in group]
-        rows.append([name, str(len(group)), *shown(found)])
+        relative = [estimate(job) / GIB / float(job.row[column]) - 1 for job in group]
+        rows.append([name, str(len(group)), *shown(relative)])
     header = ["memory of rank 0", "number", "median error", "90th percentile", "signed"]
     return titled_table("Memory", header, rows)
 

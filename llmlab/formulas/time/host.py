@@ -148,10 +148,10 @@ ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
 # and DTensor under tensor parallelism (benchmarks/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
 FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
-# And nanotron's column- and row-parallel layers, autograd functions in Python that call torch.distributed: at TP 2 to 8
-# with one sequence of 4,096 tokens, layers of 1B, 3B and 8B models took 4.5 ms alike in 30 jobs on healthy nodes (the
-# authors' bench_final2_mfu2.csv), where the operators of a block take 3.0 ms.
-NANOTRON_TP = 1.5e-3
+# And nanotron's column- and row-parallel layers, autograd functions in Python that call torch.distributed. With one
+# sequence of 4,096 tokens on healthy nodes, layers of 1B and 3B models at TP 4 and 8, and of 8B at TP 8, took alike: in
+# 31 jobs at least 4.35 to 4.56 ms, at the median 4.5 to 4.9 (benchmarks/ultrascale.csv). A block's operators take 3.0.
+TENSOR_PARALLEL = {"nanotron": 1.5e-3}
 # And torch.utils.checkpoint in one that is computed again: the states of generators and of autocast, and hooks for each
 # tensor. 0.7 to 1.0 ms on that CPU (benchmarks/block_host.py, 2026-11-26); on an H200's host blocks took 1.0 to 1.5 ms
 # longer than their operators (llmlab/archive/h200). Between them:
@@ -365,6 +365,6 @@ def python_seconds(spec: ModelSpec, run: Training) -> float:
         seconds += sum(FSDP2) if run.zero == 3 else 0.0
         if run.tp > 1:
             seconds += sum(DTENSOR) + DTENSOR[0] * again
-    if stack_of(run).name == "nanotron" and run.tp > 1:
-        seconds += NANOTRON_TP
+    if run.tp > 1:
+        seconds += TENSOR_PARALLEL.get(stack_of(run).name, 0.0)
     return run.accumulation * spec.layers / run.pp * seconds
