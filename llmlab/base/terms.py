@@ -18,6 +18,8 @@ Attention = Literal["eager", "sdpa", "flash", "efficient"]
 # nf4, int8: bitsandbytes' (with stack="torchtune" torchao's nf4). gptq: a checkpoint's 4 bits in groups of 128, which
 # PyTorch's operators unpack in AutoGPTQ's layer (formulas/gptq.py).
 Quantization = Literal["nf4", "int8", "gptq"]
+# Frozen weights that stay in 16 bits under autocast-*: all that are not quantized, or only the embedding and the head.
+HalfLayers = Literal["embeddings", "all"]
 Offload = Literal["optimizer", "optimizer+parameters"]
 # liger: Liger's, the loss in chunks among them. fused-loss: flash-attn's cross entropy alone, of logits as they are.
 # fused-norm: RMSNorm as one kernel (torch's rms_norm, flash-attn's, Apex's), and nothing else.
@@ -35,6 +37,7 @@ OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 CHECKPOINTING: tuple[Checkpointing | None, ...] = (None, *get_args(Checkpointing))
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 QUANTIZATIONS: tuple[Quantization | None, ...] = (None, *get_args(Quantization))
+HALF_LAYERS: tuple[HalfLayers | None, ...] = (None, *get_args(HalfLayers))
 OFFLOADS: tuple[Offload | None, ...] = (None, *get_args(Offload))
 KERNELS: tuple[Kernels | None, ...] = (None, *get_args(Kernels))
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)

@@ -19,6 +19,7 @@ from ..base.terms import (
     CHECKPOINTING,
     FP8,
     FP8_RECIPES,
+    HALF_LAYERS,
     KERNELS,
     KV_DTYPES,
     OFFLOADS,
@@ -30,6 +31,7 @@ from ..base.terms import (
     WEIGHTS,
     Attention,
     Checkpointing,
+    HalfLayers,
     Kernels,
     KVDtype,
     Offload,
@@ -96,7 +98,11 @@ class Training(ChoiceSpec):
     them; "adamw-fused" (fused=True, the Trainer's default) is one kernel without temporaries. "muon" is torch's for
     the matrices of blocks, and its AdamW for all else.
     `quantization`: "nf4" and "int8" are bitsandbytes', made as a model is loaded; "gptq" is a checkpoint's 4 bits, as
-    AutoGPTQ's layer unpacks them with PyTorch's operators for each product (formulas/gptq.py).
+    AutoGPTQ's layer unpacks them with PyTorch's operators for each product (formulas/gptq.py). `double_quant`: the
+    scales of "nf4" are quantized too (bnb_4bit_use_double_quant).
+    `half_layers`: frozen weights in the 16 bits of an autocast-* precision, beside fp32 adapters. "all" is a model that
+    was loaded in them: with the Trainer's bf16=True, or quantized as LLaMA-Factory prepares it; "embeddings" are the
+    embedding and the head of a quantized one. None is fp32, as peft's prepare_model_for_kbit_training makes them.
     `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
     Megatron-LM's parallel_output); False gathers whole logits on each, as transformers' tp_plan does.
     `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits,
@@ -123,6 +129,8 @@ class Training(ChoiceSpec):
     accumulation: int = 1
     lora: LoRA | None = None
     quantization: Quantization | None = None
+    double_quant: bool = False
+    half_layers: HalfLayers | None = None
     zero: int = 0
     dp: int = 1
     tp: int = 1
@@ -155,6 +163,8 @@ class Training(ChoiceSpec):
             checkpointing=CHECKPOINTING,
             attention=ATTENTIONS,
             quantization=QUANTIZATIONS,
+            double_quant=(True, False),
+            half_layers=HALF_LAYERS,
             zero=(0, 1, 2, 3),
             offload=OFFLOADS,
             kernels=KERNELS,
@@ -183,6 +193,7 @@ class Training(ChoiceSpec):
                 f"quantization={self.quantization!r} without lora: {self.quantization} weights cannot be trained; "
                 "add lora=lab.LoRA(...) or drop quantization"
             )
+        self._check_frozen()
         # Engines offload what ZeRO holds, on one GPU too; DeepSpeed runs its stages on one without.
         alone = self.dp * self.cp == 1 and not self.offload
         if self.zero and alone and not stack_of(self).own_zero:
@@ -252,6 +263,23 @@ class Training(ChoiceSpec):
             raise SpecError(f"autocast_adapter_dtype=True with stack={stack.name!r}, which trains adapters in the "
                             "dtype of the frozen weights; give False, or another stack")  # fmt: skip
         return lora
+
+    def _check_frozen(self) -> None:
+        if self.double_quant and self.quantization != "nf4":
+            raise SpecError(f"double_quant=True with quantization={self.quantization!r}: only nf4 has scales that are "
+                            "quantized too; give quantization='nf4', or leave it out")  # fmt: skip
+        if self.half_layers is None:
+            return
+        given = f"half_layers={self.half_layers!r} with"
+        if self.lora is None or not self.precision.startswith("autocast") or self.quantization == "gptq":
+            raise SpecError(f"{given} lora={self.lora!r}, precision={self.precision!r}, quantization="
+                            f"{self.quantization!r}: it applies to frozen weights under autocast; give lora and "
+                            "precision='autocast-bf16' or 'autocast-fp16', or leave it out")  # fmt: skip
+        if self.half_layers == "embeddings" and self.quantization is None:
+            raise SpecError(f"{given} quantization=None: nothing is cast to fp32 there; give half_layers='all'")
+        if not self.lora.autocast_adapter_dtype:
+            raise SpecError(f"{given} autocast_adapter_dtype=False: autocast trains adapters in fp32 here; leave one of "
+                            "them out")  # fmt: skip
 
     def _check_schedule(self) -> None:
         if self.pp == 1 and (self.schedule != "1f1b" or self.virtual_stages > 1):

@@ -43,7 +43,8 @@ def weight_dtype(run: Run) -> torch.dtype:
     """Return the dtype of the weights that are not quantized, before peft touches them."""
     if isinstance(run, Inference):
         return DTYPES.get(run.weights, torch.bfloat16)
-    return torch.float32 if run.precision.startswith("autocast") else compute_dtype(run)
+    in_fp32 = run.precision.startswith("autocast") and not run.half_layers
+    return torch.float32 if in_fp32 else compute_dtype(run)
 
 
 def compute_dtype(run: Training) -> torch.dtype:
@@ -76,7 +77,8 @@ def build_model(
     model: Any = on_meta(spec, run)
     if quantization := quantization_of(run):
         compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
-        model = quantize_linears(model, quantization, compute, device, load_order)
+        double = isinstance(run, Training) and run.double_quant
+        model = quantize_linears(model, quantization, compute, device, load_order, double)
         vars(model.config).update(_is_quantized=True)  # as from_pretrained does: flash-attn gets config.dtype
     if shard is None:
         materialize(model, device)
@@ -149,11 +151,14 @@ def _refused(spec: ModelSpec, error: Exception) -> SpecError:
 
 def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Model:
     """Return the model as peft's preparation, checkpointing, Liger's kernels and adapters leave it. It prepares for
-    adapters in fp32, and casts to it whatever is not quantized: with half ones all stays half."""
+    adapters in fp32, and casts to it whatever is not quantized: with half ones, or `half_layers`, it stays half."""
     if run.checkpointing and run.lora:
         # Or no gradient would reach the adapters through frozen embeddings; newer transformers do it by themselves.
         model.enable_input_require_grads()
-    if run.quantization and (run.lora is None or run.lora.autocast_adapter_dtype):
+    half = run.half_layers == "all" or (run.lora is not None and not run.lora.autocast_adapter_dtype)
+    if run.half_layers == "embeddings":
+        _widen(model, (model.get_input_embeddings(), model.get_output_embeddings()))
+    elif run.quantization and not half:
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -169,6 +174,14 @@ def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Mod
     elif run.kernels == "fused-norm":
         _fuse_norms(model)
     return _add_adapters(model, run.lora, run.num_labels) if run.lora else model
+
+
+def _widen(model: nn.Module, tables: tuple[nn.Module, ...]) -> None:
+    """Cast to fp32 the weights that are neither quantized nor those of `tables`."""
+    for module in model.modules():
+        for weight in () if module in tables else module.parameters(recurse=False):
+            if weight.is_floating_point():
+                weight.data = weight.data.float()
 
 
 def _fuse_norms(model: nn.Module) -> None:

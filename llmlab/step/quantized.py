@@ -43,13 +43,14 @@ def one_at_a_time(sizes: list[int]) -> Iterator[tuple[int, bool]]:
 
 def quantize_linears(
     model: PreTrainedModel, quantization: str, compute: torch.dtype, device: torch.device,
-    load_order: LoadOrder = one_at_a_time,
+    load_order: LoadOrder = one_at_a_time, double_quant: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     """Return `model`, given on the meta device, with random weights on `device`, bitsandbytes' form in its linears.
 
     As `from_pretrained` with a BitsAndBytesConfig does it, and in its order, on which a GPU's reserved bytes depend:
-    every linear but the output head; "nf4" without double quantization (Dettmers et al., arXiv 2305.14314), products in
-    `compute`; "int8" with outliers above 6 kept apart (arXiv 2208.07339). What no checkpoint holds stays on meta.
+    every linear but the output head; "nf4" with its scales quantized too if `double_quant` (Dettmers et al., arXiv
+    2305.14314), products in `compute`; "int8" with outliers above 6 kept apart (arXiv 2208.07339). What no checkpoint
+    holds stays on meta.
     `load_order` says when a tensor is read and when it is taken into the model, as `one_at_a_time` does.
     Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
     """
@@ -62,7 +63,7 @@ def quantize_linears(
     head = [name for name, module in model.named_modules() if module is output]
     wanted = BitsAndBytesConfig(
         load_in_4bit=quantization == "nf4", load_in_8bit=quantization == "int8",
-        bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, bnb_4bit_use_double_quant=double_quant,
     )  # fmt: skip
     model = integration.replace_with_bnb_linear(model, modules_to_not_convert=head, quantization_config=wanted)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)

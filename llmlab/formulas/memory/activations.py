@@ -16,7 +16,7 @@ from ...specs.parameters import Linear
 from ...specs.run import Training, stack_of
 from .fsdp import uses_fsdp
 from .scores import kept_scores
-from .share import Share, adapted, adapter_bytes, by_bitsandbytes
+from .share import Share, adapted, adapter_bytes, by_bitsandbytes, frozen_in_half
 from .stacks.blocks import block_of
 from .stacks.described import Saved, before_adapters, by_kind, saved
 
@@ -240,7 +240,10 @@ def _adapters(share: Share, linears: list[Linear]) -> int:
 
 def copies_input(share: Share, place: int) -> bool:
     """Whether adapters at a `_place` read a cast copy of the block's tensor. Of bitsandbytes' linears peft leaves
-    casting to autocast (tuners/lora/bnb.py), which what attention returned needs no more."""
+    casting to autocast (tuners/lora/bnb.py), which what attention returned needs no more; of others it casts half ones
+    to fp32, and autocast back."""
+    if frozen_in_half(share.run) and not by_bitsandbytes(share.run):
+        return True
     given = share.bytes.compute if place == 1 and by_bitsandbytes(share.run) else share.bytes.residual
     return given != adapters_stream(share)
 
@@ -258,7 +261,8 @@ def _masks(share: Share, linears: list[Linear]) -> int:
 
 def adapters_stream(share: Share) -> int:
     """Return the bytes of an element of what adapters compute: autocast and FSDP2's policy have half copies of them."""
-    half = share.autocast or (share.run.precision.startswith("mixed") and uses_fsdp(share.run))
+    by_policy = share.run.precision.startswith("mixed") and uses_fsdp(share.run)
+    half = share.autocast or frozen_in_half(share.run) or by_policy
     return share.bytes.compute if half else adapter_bytes(share.run)
 
 

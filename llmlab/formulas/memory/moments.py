@@ -34,7 +34,7 @@ from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients, layers_through
 from .mlp import mlp_of
 from .scores import causal_mask, forward_scores
-from .share import Share, by_bitsandbytes, share_of
+from .share import Share, by_bitsandbytes, frozen_in_half, share_of
 from .stacks.blocks import block_of
 from .stacks.torchtune import in_chunks
 from .states import kept_weights, states, unsplit
@@ -179,12 +179,13 @@ class StepMemory:
         read = stack.own_model and not run.compile
         down = sum(linear.elements for linear in spec.block_linears if linear.name == "down_proj") // spec.layers
         self.read_cast = element * down // run.tp if read else 0
-        adapters = element * self.states.trained if run.lora else 0
+        adapters = share.bytes.compute * self.states.trained if run.lora and (element or frozen_in_half(run)) else 0
         freed = run.checkpointing and (run.lora or share.blocks_compiled)
         uncast = of_linear * casts_without_gradient(share) // run.tp if of_linear else 0
         self.casts = adapters + (0 if freed else self.block_cast * share.layers - uncast)
         self.kept_casts = 0 if run.checkpointing else self.casts
-        self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
+        cast_head = share.last and run.half_layers is None
+        self.head_cast = element * spec.vocab * spec.hidden // run.tp if cast_head else 0
         # Temporaries in a block's forward: attention's or the MLP's, or what its description says.
         self.in_forward = max(forward_scores(share) - behind_scores(share), forward_mlp(share)) + forward_height(share)
         # Temporaries anywhere between first and last block; descriptions say when a weight is dequantized, and so does

@@ -40,7 +40,7 @@ STATE8_BLOCK = 256  # elements that share one fp32 scale (bitsandbytes optim/opt
 
 def weight_bytes(dtype: str, elements: int, rows: int) -> int:
     """Return the bytes of `elements` weights stored in `dtype`; int8 keeps one fp32 scale per row, of `rows` rows;
-    "nf4-double" is nf4 whose scales are quantized too."""
+    "nf4-double" is nf4 with `double_quant`."""
     if dtype == "nf4":
         return -(-elements // 2) + 4 * -(-elements // NF4_BLOCK)
     if dtype == "nf4-double":

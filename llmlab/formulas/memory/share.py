@@ -164,10 +164,20 @@ def by_bitsandbytes(run: Training) -> bool:
     return run.quantization in ("nf4", "int8")
 
 
+def frozen_in_half(run: Training) -> bool:
+    """Whether all weights that autocast meets are half, so that it casts nothing but adapters."""
+    return run.half_layers == "all"
+
+
+def stored_in(run: Training) -> Bytes:
+    """Return the bytes of one element of each kind of tensor of `run`, before peft prepares a quantized model."""
+    return PRECISION[run.compute_dtype if frozen_in_half(run) else run.precision]
+
+
 def bytes_of(run: Training) -> Bytes:
     """Return the bytes of one element of each kind of tensor of `run`."""
-    in_fp32 = by_bitsandbytes(run) and not _half_adapters(run)
-    return (AROUND_QUANTIZED if in_fp32 else PRECISION)[run.precision]
+    in_fp32 = by_bitsandbytes(run) and not (_half_adapters(run) or frozen_in_half(run))
+    return AROUND_QUANTIZED[run.precision] if in_fp32 else stored_in(run)
 
 
 def unpacked_bytes(run: Training) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from .. import gptq, newton_schulz
 from .fsdp import NONE, Parts, Units, is_flat, sharded_experts, units, uses_fsdp
 from .precision import NF4_BLOCK, PRECISION, Bytes, state_bytes, weight_bytes
 from .segments import beyond
-from .share import adapted, adapter_bytes, by_bitsandbytes
+from .share import adapted, adapter_bytes, by_bitsandbytes, frozen_in_half, stored_in
 from .stacks.torchtune import nf4tensor
 
 
@@ -66,21 +66,24 @@ def _weights(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -
     """Return the bytes of the model's own weights, adapters left out.
 
     transformers' experts are three-dimensional parameters, which bitsandbytes does not quantize; peft's
-    prepare_model_for_kbit_training casts what is not quantized to fp32, but beside GPTQ's.
+    prepare_model_for_kbit_training casts what is not quantized to fp32, but beside GPTQ's and the run's `half_layers`.
     """
     experts = counts["experts"]
     dense = sum(counts.values()) - experts
     if run.quantization is None:
         return Parts(experts * b.weights, dense * b.weights)
     whole = spec.parameters - spec.parameters_by_component["experts"]
-    width = adapter_bytes(run) if by_bitsandbytes(run) else b.weights
-    return Parts(4 * experts, stored_bytes(spec, _format(run), whole, width) * dense // whole)
+    width = adapter_bytes(run) if by_bitsandbytes(run) and not frozen_in_half(run) else b.weights
+    stored = stored_bytes(spec, _format(run), whole, width)
+    if run.half_layers == "embeddings":
+        stored -= 2 * (spec.parameters_by_component["embedding"] + spec.parameters_by_component["head"])
+    return Parts((2 if frozen_in_half(run) else 4) * experts, stored * dense // whole)
 
 
 def _format(run: Training) -> str:
-    """Return the format of quantized weights: torchao's NF4Tensor quantizes its scales too."""
+    """Return the format of quantized weights: torchao's NF4Tensor always quantizes its scales too."""
     assert run.quantization is not None
-    return "nf4-double" if stack_of(run).torchao_nf4 else run.quantization
+    return "nf4-double" if run.double_quant or stack_of(run).torchao_nf4 else run.quantization
 
 
 def _shard(spec: ModelSpec, run: Training, whole: Parts, zero: int) -> int:
@@ -103,7 +106,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
     the gradients, stage 3 also the weights. Offloaded states are not on the device, and of the gradients only one at a
     time is, because each leaves as backward makes it (ZeRO-Offload, arXiv 2101.06840, section 4.1).
     """
-    b, zero = PRECISION[run.precision], run.zero if sharded else 0
+    b, zero = stored_in(run), run.zero if sharded else 0
     counts = device_parameters(spec, layers_of(spec, run), stage, run.tp, run.ep)
     parameters = sum(counts.values())
     weights = _weights(spec, run, counts, b)
@@ -162,13 +165,14 @@ def kept_weights(run: Training, held: States) -> int:
 def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
     """Return what the allocator gives a rank beyond the sizes of tensors that stay, where each has a place of its own:
     of weights, in FSDP2's mixed precision the fp32 ones, and of AdamW's two states. Experts are not counted."""
-    b, sharded = PRECISION[run.precision], uses_fsdp(run)
+    b, sharded = stored_in(run), uses_fsdp(run)
     if is_flat(run) or stack_of(run).expandable_segments:
         return 0, 0  # one buffer has all tensors, or segments have no ends
     if (b.master and not sharded) or run.offload == "optimizer+parameters":
         return 0, 0  # the optimizer has buffers of its own, or the host has the weights
     if run.quantization:
-        return _quantizing(spec, _format(run), b.weights), 0
+        width = 2 if run.half_layers else b.weights
+        return _quantizing(spec, _format(run), width, stack_of(run).torchao_nf4), 0
     first, head = stage == 0, stage == run.pp - 1 and not (spec.tied and stage == 0)
     ranks = run.tp * (run.dp_shard * run.cp if sharded else 1)
     made = partial(_made, spec, layers_of(spec, run)[stage], first, head, ranks)
@@ -187,7 +191,7 @@ def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, wid
 
 
 @lru_cache(maxsize=1 << 10)
-def _quantizing(spec: ModelSpec, dtype: str, width: int) -> int:
+def _quantizing(spec: ModelSpec, dtype: str, width: int, by_torchao: bool) -> int:
     """Return what weights that are quantized to `dtype` take beyond their sizes, as their engines make them one after
     another beside an embedding and a head of `width` bytes per element."""
     mlp_first = sorted(spec.block_linears, key=lambda linear: (linear.part != "mlp", linear.name))
@@ -196,15 +200,19 @@ def _quantizing(spec: ModelSpec, dtype: str, width: int) -> int:
         block = [gptq.tensors(each.inputs, each.outputs, width) for each in mlp_first
                  for _ in range(each.count // spec.layers)]  # fmt: skip
         return beyond((size,) for size in (*tables, *chain.from_iterable(block * spec.layers)))
-    if dtype == "nf4-double":
+    if by_torchao:
         return beyond([*(nf4tensor(size) for size in sizes), *((table,) for table in tables)])
     # transformers quantizes half weights as it loads them, in the order of their names, where one block is of as many
     # bytes as all will take (modeling_utils.py, caching_allocator_warmup; core_model_loading.py, dot_natural_key);
-    # bitsandbytes makes NF4's scales before its codes (backends/cuda/ops.py, _quantize_4bit).
-    kept = [(4 * size // NF4_BLOCK, size // 2) if dtype == "nf4" else (size,) for size in sizes]
-    all_at_once = sum(tables) + sum(stays[-1] for stays in kept)
-    return beyond([(all_at_once, -1), *((table,) for table in tables),
-                   *((2 * size, *stays, -1) for size, stays in zip(sizes, kept, strict=True))])  # fmt: skip
+    # bitsandbytes makes NF4's scales before its codes (backends/cuda/ops.py, _quantize_4bit), and then makes bytes of
+    # them less their mean (functional.py, quantize_4bit).
+    codes = 1 if dtype == "int8" else 2  # in a byte
+    made = [(sum(tables) + sum(sizes) // codes, -1), *((table,) for table in tables)]
+    for size in sizes:
+        scales = 4 * size // NF4_BLOCK
+        first, then = () if dtype == "int8" else (scales,), (scales, scales // 4, -4, -2)
+        made.append((2 * size, *first, size // codes, *(then if dtype == "nf4-double" else ()), -1))
+    return beyond(made)
 
 
 def _sizes(linears: Iterable[Linear], spec: ModelSpec) -> list[int]:

@@ -11,6 +11,7 @@ from .. import gptq, newton_schulz
 from .activations import FUSED, adapters_stream, int8_inputs, mlp_saved, per_device
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .mlp import in_backward, in_forward, mlp_of
+from .precision import NF4_BLOCK
 from .scores import backward_scores, score_elements
 from .share import Share, adapted, adapter_bytes, unpacked_bytes
 from .stacks.blocks import block_of
@@ -173,10 +174,10 @@ def dequantized(share: Share) -> int:
     takes besides what autograd keeps of a block's (`StepMemory.block_cast`)."""
     if share.run.quantization is None:
         return 0
-    element = 2
+    element = 2 + 4 / NF4_BLOCK * share.run.double_quant  # and its scales
     if share.run.quantization == "gptq":
         element = gptq.highest(*unpacked_bytes(share.run)) - share.bytes.compute
-    return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
+    return int(element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears))
 
 
 def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], first: bool = True) -> BlockBackward:

@@ -287,11 +287,13 @@ def adapters(share: Share) -> float:
     if run.compile:
         bottom, bottom_back = computed, 2 * computed
     copied = 2 * made if by_bitsandbytes(run) and held == 4 and not run.compile else 0  # bitsandbytes' result, cloned
+    # Of bitsandbytes' layers peft leaves casting to autocast (tuners/lora/bnb.py).
+    once = run.compile or (by_bitsandbytes(run) and run.precision.startswith("autocast"))
     forward = backward = last = 0.0
     for linear in adapted(spec, run):
         each, row = linear.count / spec.layers, linear.name in ROW_PARALLEL
         given = made if row else stream
-        casts = (cast(given, held) + cast(held, computed) if not run.compile else cast(given, computed)) + dropped
+        casts = (cast(given, computed) if once else cast(given, held) + cast(held, computed)) + dropped
         down, up = each * linear.inputs / (run.tp if row else 1), each * linear.outputs / (1 if row else run.tp)
         forward += casts * down + (bottom + copied) * up
         backward += (casts + (computed if run.compile else 3 * given)) * down + bottom_back * up

@@ -23,7 +23,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
 from ..again import share_again, whole_again
 from ..memory.precision import PRECISION
-from ..memory.share import adapted, adapter_bytes, by_bitsandbytes
+from ..memory.share import adapted, adapter_bytes, by_bitsandbytes, frozen_in_half
 from .efficiency import Efficiency
 from .products import products
 from .stacks import deepspeed, megatron
@@ -139,6 +139,9 @@ ADAPTER_AGAIN = {
 }  # fmt: skip
 # Packed weights are unpacked by an operator of their own before each product, and nothing transposes them.
 UNPACKED, UNPACKED_AGAIN = Operators(1, -1, 1, -1), Operators(0, -2, 1, 1)
+# And before that with `double_quant` its scales, to which their mean is added (bitsandbytes/functional.py,
+# dequantize_4bit).
+UNPACKED_SCALES, UNPACKED_SCALES_AGAIN = Operators(2, 0, 2, 0), Operators(0, 0, 2, 0)
 # GPTQ's are unpacked by four operators for the zeros and five for the weight, forward and where it is recomputed
 # (formulas/gptq.py), and a bias is added by one more; under autocast what was multiplied is cast to the input's dtype,
 # and its gradient back.
@@ -163,7 +166,7 @@ def operators(spec: ModelSpec, run: Training) -> Operators:
     norm = "fused-norm" if run.kernels == "fused-norm" else spec.norm
     norms = spec.norms_per_layer - 2 + 2 * spec.qk_norm if norm == "rmsnorm" else 0
     written = (run.attention == "eager") * (2 if spec.kv_heads < spec.heads else 1)
-    precision, _, _ = run.precision.rpartition("-")
+    precision = "" if frozen_in_half(run) else run.precision.rpartition("-")[0]
     stack, whole = stack_of(run).name, whole_again(spec, run)
     kind = "full" if whole else run.checkpointing
     return _operators(norm, stack, run.zero, kind, share_again(spec, run), precision, norms, written, bool(run.lora))
@@ -205,7 +208,10 @@ def started(spec: ModelSpec, run: Training) -> Operators:
     if run.quantization == "gptq":
         found = found.plus(_gptq(spec, run))
     elif run.quantization:
-        each = UNPACKED if run.checkpointing is None else UNPACKED.plus(UNPACKED_AGAIN)
+        each, again = UNPACKED, UNPACKED_AGAIN
+        if run.double_quant:
+            each, again = each.plus(UNPACKED_SCALES), again.plus(UNPACKED_SCALES_AGAIN)
+        each = each.plus(again) if run.checkpointing else each
         found = found.plus(each.times(sum(linear.count for linear in spec.block_linears)))
     if adapters := sum(linear.count for linear in adapted(spec, run)):
         each = adapter(run)

@@ -48,12 +48,14 @@ class Torchtune(StackOptions):
         "optimizer": "optimizer",
         "zero": "fsdp_reshard_after_forward",
     }
+    undescribed = {"double_quant": "torchao's NF4Tensor always quantizes its scales"}  # noqa: RUF012
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("bf16", "fp32"),
         "optimizer": ("adamw", "adamw-8bit"),
         "checkpointing": (None, "full"),
         "attention": ("sdpa",),
         "quantization": (None, "nf4"),
+        "double_quant": (False,),
         "zero": (0, 2, 3),
         **dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate"), (1,)),
         **dict.fromkeys(("offload", "kernels", "fp8"), (None,)),
