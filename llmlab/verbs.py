@@ -315,12 +315,18 @@ def fix(
 
 
 def _assuming(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
-    """Return `report` with notes, behind its first, on the memory of a GPU whose name leaves that open, and on a step
-    with more tokens than the model's config has positions."""
+    """Return `report` with notes, behind its first, on the memory of a GPU whose name leaves that open, on a step with
+    more tokens than the model's config has positions, and on frozen weights that autocast leaves in fp32."""
     assumed = assumed_memory(gpu)
     if run.seq_len > spec.max_positions:
         limit = f"The config of {spec.name} has {spec.max_positions:,} positions, and the run has {run.seq_len:,}"
         assumed += (Note("beyond-positions", f"{limit}. Memory and time do not depend on this limit."),)
+    if isinstance(run, Training) and run.lora and not (run.quantization or run.half_layers):
+        half = run.compute_dtype
+        if run.precision.startswith("autocast"):
+            usual = f"If the script loads them in {half}, as the Trainer's {half}=True leaves them, give "
+            half_size = f"{usual}half_layers='all' (--half-layers all); they then take half of the memory."
+            assumed += (Note("frozen-in-fp32", f"precision={run.precision!r} has frozen weights in fp32. {half_size}"),)
     return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
 
 

@@ -44,9 +44,9 @@ AXOLOTL_LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_
 def axolotl_config(run: Any, model: str) -> dict[str, Any]:
     """Return Axolotl's settings; the learning rate and the data sets are left out, both are required."""
     _data_parallel("Axolotl", run)
-    if run.precision.startswith("autocast"):
-        raise SpecError(f"precision={run.precision!r}: Axolotl loads the weights in the dtype that it casts to; give "
-                        f"{run.compute_dtype}")  # fmt: skip
+    if run.precision.startswith("autocast") and run.half_layers != "all":
+        raise SpecError(f"precision={run.precision!r}, half_layers={run.half_layers!r}: Axolotl loads the weights in the "
+                        f"dtype that it casts to; give {run.compute_dtype}, or for LoRA half_layers='all'")  # fmt: skip
     said = trainer_arguments(run)
     settings: dict[str, Any] = {
         "base_model": model, "sequence_len": run.seq_len, "micro_batch_size": run.micro_batch,
@@ -66,6 +66,8 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
             "lora_dropout": run.lora.dropout, "lora_target_modules": list(run.lora.targets),
             **dict.fromkeys(AXOLOTL_LORA_KERNELS, False),  # left out they are on
         }  # fmt: skip
+    if run.quantization == "nf4":  # left out it is true (loaders/model.py)
+        settings["bnb_config_kwargs"] = {"bnb_4bit_use_double_quant": run.double_quant}
     if run.checkpointing:
         settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if run.kernels == "liger":
@@ -78,9 +80,9 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
 def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
     """Return LLaMA-Factory's settings; the learning rate, data set and template are left out."""
     _data_parallel("LLaMA-Factory", run)
-    if run.lora and run.precision not in ("bf16", "fp16") and not run.zero:
+    if run.lora and run.precision not in ("bf16", "fp16") and not (run.zero or run.half_layers):
         raise SpecError(f"precision={run.precision!r} with lora: LLaMA-Factory loads a frozen model in half precision; "
-                        "give bf16 or fp16")  # fmt: skip
+                        "give bf16 or fp16, or half_layers='all'")  # fmt: skip
     if run.precision == "fp16" and not run.lora:
         raise SpecError("precision='fp16': LLaMA-Factory trains fp32 weights under autocast; give autocast-fp16")
     settings: dict[str, Any] = {
@@ -102,7 +104,8 @@ def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
         }  # fmt: skip
     if run.quantization:
         settings["quantization_bit"] = {"nf4": 4, "int8": 8}[run.quantization]
-        settings["double_quantization"] = False
+        settings["double_quantization"] = run.double_quant
+        settings |= {"upcast_layernorm": True} if run.half_layers == "embeddings" else {}
     if run.zero:
         settings["deepspeed"] = "ds_config.json"
     return settings

@@ -275,6 +275,9 @@ class Training(ChoiceSpec):
             raise SpecError(f"{given} lora={self.lora!r}, precision={self.precision!r}, quantization="
                             f"{self.quantization!r}: it applies to frozen weights under autocast; give lora and "
                             "precision='autocast-bf16' or 'autocast-fp16', or leave it out")  # fmt: skip
+        if self.zero or self.tp * self.pp * self.cp > 1:
+            raise SpecError(f"{given} zero={self.zero}, tp={self.tp}, pp={self.pp}, cp={self.cp}: it is described for "
+                            "data parallelism without ZeRO; give dp alone")  # fmt: skip
         if self.half_layers == "embeddings" and self.quantization is None:
             raise SpecError(f"{given} quantization=None: nothing is cast to fp32 there; give half_layers='all'")
         if not self.lora.autocast_adapter_dtype:

@@ -141,7 +141,9 @@ def test_an_option_sets_its_field_and_nothing_else(name):
     two_ranks, two_shards = ["--dp", "2"], ["--tp", "2"]
     shards = [*two_ranks, "--zero", "3"]
     needs = {"zero": two_ranks, "ep": two_ranks,
-             "quantization": ["--lora", "16", "--precision", "bf16"], "sequence_parallel": two_shards,
+             "quantization": ["--lora", "16", "--precision", "bf16"],
+             "double_quant": ["--lora", "16", "--quantization", "nf4"],
+             "half_layers": ["--lora", "16", "--precision", "autocast-bf16"], "sequence_parallel": two_shards,
              "loss_parallel": two_shards, "sync_each_batch": [*shards, "--accumulation", "2"],
              "reduce_dtype": [*shards, "--precision", "mixed-bf16"],
              "dp_replicate": ["--dp", "4", "--zero", "3"], "fp8": ["--compile", "--precision", "bf16"],

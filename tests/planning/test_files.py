@@ -22,7 +22,7 @@ from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
 from llmlab.course.experiments.engines import quiet_deepspeed
 from llmlab.engines.torchtitan import torchtitan_config
-from llmlab.engines.tuners import megatron_arguments
+from llmlab.engines.tuners import axolotl_config, llama_factory_config, megatron_arguments
 
 TINY = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -54,7 +54,7 @@ AXOLOTL = {
     "attn_implementation", "torch_compile", "output_dir", "adapter", "load_in_4bit", "load_in_8bit", "lora_r",
     "lora_alpha", "lora_dropout", "lora_target_modules", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel",
     "lora_embedding_kernel", "plugins", "liger_rope", "liger_rms_norm", "liger_glu_activation",
-    "liger_fused_linear_cross_entropy", "deepspeed",
+    "liger_fused_linear_cross_entropy", "deepspeed", "bnb_config_kwargs",
 }
 LLAMA_FACTORY = {
     "model_name_or_path", "stage", "finetuning_type", "cutoff_len", "flash_attn",
@@ -205,6 +205,21 @@ def test_the_weights_have_the_dtype_that_was_planned_or_it_is_said_why_not(
             assert said in done.left_out[name]
         else:
             assert said.items() <= settings(tmp_path / "out", name).items()
+
+
+def test_axolotl_and_llama_factory_quantize_scales_and_keep_layers_in_half_as_planned(tmp_path):
+    """Axolotl quantizes the scales unless bnb_config_kwargs says otherwise (src/axolotl/loaders/model.py)."""
+    run = lab.Training(precision="autocast-bf16", seq_len=64, lora=ADAPTERS, quantization="nf4", half_layers="all")
+    for double in (False, True):
+        written(tmp_path / str(double), replace(run, double_quant=double))
+        axolotl = settings(tmp_path / str(double), "axolotl.yaml")
+        assert axolotl["bnb_config_kwargs"] == {"bnb_4bit_use_double_quant": double} and axolotl["bf16"] is True
+        llama_factory = settings(tmp_path / str(double), "llama_factory.yaml")
+        assert llama_factory["double_quantization"] is double and "pure_bf16" not in llama_factory
+    norms_in_fp32 = replace(run, half_layers="embeddings")
+    assert llama_factory_config(norms_in_fp32, "m")["upcast_layernorm"] is True
+    with pytest.raises(SpecError, match="half_layers='all'"):
+        axolotl_config(norms_in_fp32, "m")
 
 
 def test_megatrons_arguments_stretch_positions_and_name_heads_of_another_width(tmp_path):

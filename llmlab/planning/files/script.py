@@ -93,6 +93,9 @@ def _adapters_script(run: Training) -> str:
             f"quantization={run.quantization!r} with zero={run.zero}: quantized weights cannot be sharded; give "
             "zero=0"
         )
+    if run.half_layers == "embeddings":
+        raise SpecError("half_layers='embeddings': llmlab writes scripts that cast all layers that are not quantized to "
+                        "fp32, as peft does, or none; leave it out, or give 'all'")  # fmt: skip
     if uses_deepspeed(run):
         deepspeed_settings(run)
     elif run.zero:
@@ -144,7 +147,8 @@ def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bo
 def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scratch: bool) -> dict[str, Any]:
     """Return the script's constants by name."""
     sharded = bool(run.zero) and chosen == "pytorch"
-    weights = "fp32" if run.precision.startswith("autocast") or sharded else run.compute_dtype
+    in_fp32 = run.precision.startswith("autocast") and not run.half_layers
+    weights = "fp32" if in_fp32 or sharded else run.compute_dtype
     if sharded and run.precision in ("fp16", "bf16"):
         weights = run.compute_dtype
     if uses_deepspeed(run) and not run.lora:
@@ -168,7 +172,8 @@ def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scr
     else:
         more = {"DEEPSPEED": uses_deepspeed(run), "TRAINER": trainer_arguments(run)}
     if run.lora:
-        own = {"QUANTIZATION": run.quantization} if chosen == "sft" else {}
+        own = {"QUANTIZATION": run.quantization, "DOUBLE_QUANT": run.double_quant,
+               "PREPARE": bool(run.quantization) and not run.half_layers} if chosen == "sft" else {}
         more = {**more, "COMPUTE": DTYPES[run.compute_dtype], **own, "LORA": {
             "r": run.lora.rank, "lora_alpha": run.lora.alpha if run.lora.alpha is not None else 2 * run.lora.rank,
             "lora_dropout": run.lora.dropout, "target_modules": list(run.lora.targets),
