@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -34,6 +36,11 @@ LAUNCHING_MODULES = {
     "accelerate.commands.launch": ("accelerate", "launch"), "accelerate.commands.accelerate_cli": ("accelerate",),
     "deepspeed.launcher.runner": ("deepspeed",),
 }  # fmt: skip
+# Commands that train, and the packages that have them: installed, they run like any script.
+COMMANDS = {
+    "axolotl": "axolotl", "fabric": "lightning", "litgpt": "litgpt", "llamafactory-cli": "llamafactory",
+    "lmf": "llamafactory", "swift": "swift", "trl": "trl", "tune": "torchtune", "unsloth": "unsloth",
+}  # fmt: skip
 ONE_GPU = Note(
     "one-gpu-assumed",
     "accelerate launch was given no --num_processes. It starts one process per GPU of the machine, and llmlab assumes "
@@ -45,24 +52,28 @@ ONE_GPU = Note(
 class Command:
     """A script, or with `module` a module's name, and its arguments.
 
-    `nodes` and `gpus_per_node` are what its launcher said, None where it left that to the machine; `environment` is
-    what it would set for the script; `notes` are sentences for the report.
+    `tool`: the script is a library's command, such as `tune`. `nodes` and `gpus_per_node` are what its launcher said,
+    None where it left that to the machine; `environment` is what it would set for the script; `notes` are sentences
+    for the report.
     """
 
     target: str
     arguments: tuple[str, ...] = ()
     module: bool = False
+    tool: bool = False
     nodes: int | None = None
     gpus_per_node: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([*(["-m"] if self.module else []), self.target, *self.arguments])
+        target = Path(self.target).name if self.tool else self.target
+        return " ".join([*(["-m"] if self.module else []), target, *self.arguments])
 
 
 def command(words: Sequence[str]) -> Command:
-    """Return what `words` would start: `train.py ARGS`, `-m MODULE ARGS`, `python ...`, or a launcher's command line.
+    """Return what `words` would start: `train.py ARGS`, `-m MODULE ARGS`, `python ...`, a launcher's command line, or
+    the command of an installed library, such as `tune run`; each also behind `NAME=value`, as a shell takes them.
 
     Raises SpecError for words that start no Python script, and NotAvailable where the launcher is not installed.
     """
@@ -71,8 +82,14 @@ def command(words: Sequence[str]) -> Command:
         raise SpecError("no script was given; give one with its arguments, for example: llmlab run --gpu T4 train.py "
                         "--epochs 1")  # fmt: skip
     name = Path(words[0]).name
+    if assigned := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0]):
+        with mock.patch.dict(os.environ, {assigned[1]: assigned[2]}):
+            after = command(words[1:])
+        return replace(after, environment={assigned[1]: assigned[2], **after.environment})
     if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
-        words = [word for position, word in enumerate(words[1:]) if word not in ("-u", "-O", "-B") or position]
+        words = words[1:]
+        while words and words[0] in ("-u", "-O", "-B"):
+            words = words[1:]
         return command(words)
     if name == "torchrun":
         return _torchrun("torch.distributed.run", words[1:])
@@ -91,6 +108,8 @@ def command(words: Sequence[str]) -> Command:
             raise SpecError("-m needs the name of a module, for example: llmlab run --gpu T4 -m package.train")
         if words[1] in LAUNCHING_MODULES:
             return command([*LAUNCHING_MODULES[words[1]], *words[2:]])
+        if (package := words[1].partition(".")[0]) in COMMANDS.values():
+            _need(package)
         return Command(words[1], tuple(words[2:]), module=True)
     return _script(words[0], words[1:])
 
@@ -98,11 +117,27 @@ def command(words: Sequence[str]) -> Command:
 def _script(target: str, arguments: Sequence[str], **launched: object) -> Command:
     if os.path.isdir(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
         raise SpecError(f"{target} is a folder without __main__.py; give the path of the script")
-    if not os.path.exists(target):
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    program = None if os.path.exists(target) or os.sep in target else shutil.which(target, path=path)
+    if not os.path.exists(program or target):
+        if target in COMMANDS:
+            _need(COMMANDS[target])
         known = ", ".join(LAUNCHERS)
         raise SpecError(f"{target} does not exist; give a Python script, -m MODULE, or a command that starts with one "
                         f"of {known}")  # fmt: skip
-    return Command(target, tuple(arguments), **launched)  # type: ignore[arg-type]
+    if not _is_python(program or target):
+        raise SpecError(f"{target} is no Python script; give the script that it starts, with its arguments, and "
+                        "--world-size for several ranks")  # fmt: skip
+    return Command(program or target, tuple(arguments), tool=bool(program), **launched)  # type: ignore[arg-type]
+
+
+def _is_python(path: str) -> bool:
+    """Whether a file is Python by its name, or by its first line, as the commands of libraries are."""
+    if os.path.isdir(path) or os.path.splitext(path)[1] in (".py", ".pyw", ".pyc", ".pyz"):
+        return True
+    with open(path, "rb") as file:
+        first = file.readline()
+    return b"python" in first if first.startswith(b"#!") else not os.path.splitext(path)[1] and b"\0" not in first
 
 
 def _parsed(launcher: str, parse: Callable[[Sequence[str]], Namespace], words: Sequence[str]) -> Namespace:
@@ -123,15 +158,27 @@ def _alone() -> dict[str, str]:
     return launched(1)
 
 
+def torchrun(args: Namespace) -> Command:
+    """Return what torchrun starts with these options, parsed."""
+    if not getattr(args, "use_env", True):  # torch.distributed.launch
+        args.training_script_args = ["--local-rank=0", *args.training_script_args]
+    per_node = int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else None  # "gpu", "auto"
+    nodes = int(str(args.nnodes).split(":")[-1])
+    started = _launched("torchrun", args, nodes, per_node, _alone() if nodes == per_node == 1 else {})
+    return replace(started, notes=_other_rank("--node_rank", args.node_rank))
+
+
 def _torchrun(module: str, words: Sequence[str]) -> Command:
     launcher = import_module(module)
     parse = launcher.get_args_parser().parse_args if module == "torch.distributed.run" else launcher.parse_args
-    args = _parsed("torchrun", parse, words)
-    if not getattr(args, "use_env", True):  # torch.distributed.launch
-        args.training_script_args = ["--local-rank=0", *args.training_script_args]
-    per_node = int(args.nproc_per_node) if args.nproc_per_node.isdigit() else None  # "gpu", "auto"
-    nodes = int(args.nnodes.split(":")[-1])
-    return _launched("torchrun", args, nodes, per_node, _alone() if nodes == per_node == 1 else {})
+    return torchrun(_parsed("torchrun", parse, words))
+
+
+def _other_rank(option: str, rank: int | str | None) -> tuple[Note, ...]:
+    """Return a note if a launcher was told to start the ranks of another node than the first."""
+    if not str(rank).isdigit() or int(str(rank)) == 0:
+        return ()
+    return (Note("rank-0-simulated", f"{option} {rank} was not carried out: rank 0, on the first node, is simulated."),)
 
 
 def _accelerate(words: Sequence[str]) -> Command:
@@ -141,7 +188,8 @@ def _accelerate(words: Sequence[str]) -> Command:
     launch, environments = import_module("accelerate.commands.launch"), import_module("accelerate.utils.launch")
     line = " ".join(["accelerate launch", *words])
     args = _parsed("accelerate launch", launch.launch_command_parser().parse_args, words)
-    args.machine_rank = 0  # the one that is simulated
+    other_rank = _other_rank("--machine_rank", args.machine_rank)
+    args.machine_rank = 0
     processes = args.num_processes
     commands: list[Command] = []
     gpus = mock.patch.multiple(  # this machine may have none: as many as are asked for
@@ -157,7 +205,8 @@ def _accelerate(words: Sequence[str]) -> Command:
         except Exception as error:  # of many kinds, for options that contradict each other
             raise SpecError(f"{line}: {error}") from error
     has_file = args.config_file is not None or os.path.isfile(launch.default_config_file)
-    return replace(commands[0], notes=(ONE_GPU,) if processes is None and not has_file else ())
+    assumed = (ONE_GPU,) if processes is None and not has_file else ()
+    return replace(commands[0], notes=(*assumed, *other_rank))
 
 
 def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Command]) -> dict[str, Any]:
@@ -219,9 +268,10 @@ def _deepspeed(words: Sequence[str]) -> Command:
 
 
 def _need(library: str) -> None:
-    if find_spec(library) is None:
-        raise NotAvailable(f"{library} is not installed; pip install {library}, or give the script without its "
-                           "launcher")  # fmt: skip
+    if find_spec(library) is None and not os.path.exists(library):  # a folder that Python will find
+        package = {"swift": "ms-swift", "megatron": "megatron-core"}.get(library, library)
+        raise NotAvailable(f"{library} is not installed; pip install {package} beside llmlab, or describe the run to "
+                           "`llmlab simulate` (--from reads settings of engines)")  # fmt: skip
 
 
 def _launched(

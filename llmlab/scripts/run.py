@@ -21,6 +21,7 @@ from ..base.errors import NotAvailable, ScriptFailed
 from .command import Command
 from .data import data_by_name
 from .hub import models_by_name
+from .launches import Launches
 from .missing import chain, refused, script_line
 from .nvidia_smi import nvidia_smi
 from .processes import Processes
@@ -47,11 +48,11 @@ def run_script(
     simulated, or asks for what is not here, and ScriptFailed where it fails by itself.
     """
     with mock.patch.dict(os.environ, script.environment), watched(where, on_step) as watch:
-        processes = Processes(watch.sim)
+        processes, launches = Processes(watch.sim), Launches(watch, script, _execute)
         try:
             with (
                 models_by_name(configs), data_by_name(data), nvidia_smi(where.gpu),
-                WrittenFiles(folder).patched(), processes.followed(), watch.sim.kept_files(),
+                WrittenFiles(folder).patched(), processes.followed(), watch.sim.kept_files(), launches.followed(),
             ):  # fmt: skip
                 _execute(script)
         except Enough:
@@ -67,7 +68,7 @@ def run_script(
         watch.elsewhere = processes.taken
         on_end(watch)
         report = watch.report(str(script))
-        return replace(report, notes=(*script.notes, *report.notes))
+        return replace(report, notes=(*script.notes, *launches.notes, *report.notes))
 
 
 def _execute(script: Command) -> None:

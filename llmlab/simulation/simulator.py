@@ -46,6 +46,12 @@ class Simulator:
         self._card, self._phases = card, phases
         self.gpu: GPU = card.gpu
 
+    def launch(self, world_size: int) -> None:
+        """Go on as rank 0 of `world_size`, whose environment stays until the caller restores os.environ."""
+        from .distributed.process_group import launch
+
+        launch(self._card, world_size)
+
     @property
     def allocated(self) -> int:
         """Bytes of the tensors on the card, rounded up to blocks: torch.cuda.memory_allocated."""

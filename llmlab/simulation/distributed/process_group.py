@@ -40,6 +40,13 @@ def launched(world_size: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+def launch(card: Card, world_size: int) -> None:
+    """Make this process rank 0 of `world_size`, as torchrun would have started it: environment and cards of its node."""
+    environment = launched(world_size)
+    os.environ.update(environment)
+    card.local_ranks = int(environment["LOCAL_WORLD_SIZE"])
+
+
 @contextmanager
 def without_peers(card: Card, world_size: int | None, parameters: HostParameters) -> Iterator[None]:
     """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say.
@@ -53,9 +60,8 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
         return
     with ExitStack() as stack:
         if world_size is not None:
-            environment = launched(world_size)
-            stack.enter_context(mock.patch.dict(os.environ, environment))
-            card.local_ranks = int(environment["LOCAL_WORLD_SIZE"])
+            stack.enter_context(mock.patch.dict(os.environ))
+            launch(card, world_size)
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(dist, "is_nccl_available", lambda: True)
         for module in (dist, symbol("torch.distributed.device_mesh")):

@@ -1,0 +1,159 @@
+"""What a script starts by itself: a launcher's command goes on in this process, and so does rank 0 of a library's ranks.
+
+`tune run`, `swift sft`, `axolotl train`, `llamafactory-cli train` and `trl sft` start Python or a launcher; Lightning's
+Trainer and Fabric, and Ray's TorchTrainer, start their ranks themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ..base.errors import NotAvailable
+from ..base.notes import Note
+from ..simulation.patching.imports import on_import
+from .command import LAUNCHERS, LAUNCHING_MODULES, Command, command, torchrun
+from .watch import Watch
+
+LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+FABRIC = ("lightning.fabric.fabric", "lightning_fabric.fabric")
+EXECS = ("execv", "execve", "execvp", "execvpe")
+
+
+class Launches:
+    """The launches of one run of `script`: `execute` runs what one starts, and `notes` are sentences for the report."""
+
+    def __init__(self, watch: Watch, script: Command, execute: Callable[[Command], None]) -> None:
+        self.watch, self.script, self.execute = watch, script, execute
+        self.notes: list[Note] = []
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow what is started until the block ends."""
+        import torch.distributed.run
+
+        with ExitStack() as stack:
+            patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+            stack.enter_context(mock.patch.dict(os.environ))
+            patch(subprocess.Popen, "__init__", self._process(subprocess.Popen.__init__))
+            for name in EXECS:
+                patch(os, name, self._exec(getattr(os, name)))
+            patch(torch.distributed.run, "run", lambda args: self._go_on(torchrun(args), None))
+            stack.enter_context(mock.patch.dict(sys.modules, {"unsloth": None}))  # see missing.py
+
+            def ranks_of(module: str, name: str) -> Callable[[], None]:
+                def wrap() -> None:
+                    owner = getattr(sys.modules[module], name)
+                    patch(owner, "__init__", self._devices(owner.__init__))
+
+                return wrap
+
+            def ray() -> None:
+                trainer = sys.modules["ray.train.torch"].TorchTrainer
+                patch(trainer, "__init__", self._workers(trainer.__init__))
+
+            hooks: dict[str, Callable[[], Any]] = {each: ranks_of(each, "Trainer") for each in LIGHTNING}
+            hooks |= {each: ranks_of(each, "Fabric") for each in FABRIC}
+            stack.enter_context(on_import({**hooks, "ray.train.torch": ray}))
+            yield
+
+    def _process(self, real: Callable[..., None]) -> Callable[..., None]:
+        @wraps(real)
+        def init(process: Any, args: Any, *others: Any, **options: Any) -> None:
+            words = args.split() if isinstance(args, str) else [os.fspath(each) for each in args]
+            if self._trains(words):
+                self._go_on(command(words), options.get("env"))
+            real(process, args, *others, **options)
+
+        return init
+
+    def _exec(self, real: Callable[..., None]) -> Callable[..., None]:
+        @wraps(real)
+        def exec_(file: Any, args: Sequence[Any], *environment: Mapping[str, str]) -> None:
+            words = [os.fspath(each) for each in args]
+            if self._trains(words):
+                self._go_on(command(words), environment[0] if environment else None)
+            real(file, args, *environment)
+
+        return exec_
+
+    def _trains(self, words: list[str]) -> bool:
+        """Whether `words` start a launcher, or are Python code that a library's command starts."""
+        name, *others = words
+        if Path(name).name in LAUNCHERS:
+            return True
+        if not Path(name).name.startswith("python"):
+            return False
+        others = [each for each in others if each != "-u"][:2]
+        launcher = others[:1] == ["-m"] and others[-1] in LAUNCHING_MODULES
+        return launcher or (self.script.tool and others[:1] != ["-c"])
+
+    def _go_on(self, started: Command, environment: Mapping[str, str] | None) -> None:
+        """Run what a script starts, as rank 0, and then end the script, which would only wait for that."""
+        if environment is not None:
+            os.environ.update(environment)
+        os.environ.update(started.environment)
+        if started.nodes is not None or started.gpus_per_node is not None:
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            self._become((started.nodes or 1) * (started.gpus_per_node or here))
+        self.notes += started.notes
+        self.execute(started)
+        raise SystemExit(0)
+
+    def _become(self, ranks: int) -> None:
+        if ranks == 1 and self.watch.where.world_size is None:
+            return
+        if self.watch.where.world_size not in (None, ranks):
+            given = f"--world-size gave {self.watch.where.world_size} ranks, and the script starts {ranks}"
+            raise NotAvailable(f"{given}; leave --world-size out, or change the script")
+        self.watch.sim.launch(ranks)
+        self.watch.where = replace(self.watch.where, world_size=ranks)
+
+    def _devices(self, real: Callable[..., None]) -> Callable[..., None]:
+        """The constructor of Lightning's Trainer or Fabric: `devices` are ranks that it would start."""
+
+        @wraps(real)
+        def init(owner: Any, *args: Any, **options: Any) -> None:
+            given = inspect.signature(real).bind(owner, *args, **options).arguments
+            if given.get("accelerator", "auto") != "cpu" and "WORLD_SIZE" not in os.environ:
+                self._become(_number(given.get("devices", "auto")) * int(given.get("num_nodes") or 1))
+            real(owner, *args, **options)
+
+        return init
+
+    def _workers(self, real: Callable[..., None]) -> Callable[..., None]:
+        """The constructor of Ray's TorchTrainer: its loop runs here, as Ray's own local mode runs it, which takes the
+        ranks from the environment."""
+
+        @wraps(real)
+        def init(owner: Any, *args: Any, scaling_config: Any = None, **options: Any) -> None:
+            workers = getattr(scaling_config, "num_workers", None) or 1
+            if workers > 1 and options.get("datasets"):
+                raise NotAvailable(f"ray's TorchTrainer with datasets= and {workers} workers: Ray Data's shards need a "
+                                   "cluster; load the rows in the training function")  # fmt: skip
+            self._become(workers)
+            if scaling_config is not None:
+                scaling_config.num_workers = 0
+            real(owner, *args, scaling_config=scaling_config, **options)
+
+        return init
+
+
+def _number(devices: Any) -> int:
+    """Return how many devices Lightning's `devices` are: a number, a list of their indices, "auto" or -1 for all."""
+    if isinstance(devices, str):
+        devices = devices.strip().strip("[]")
+        devices = [each for each in devices.split(",") if each] if "," in devices else devices
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    number = int(devices) if str(devices).lstrip("-").isdigit() else 1
+    return max(1, number)
