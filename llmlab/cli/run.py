@@ -135,7 +135,7 @@ def answer(
     A script that catches every error, the end too, gets its answer by `say`, and the process ends there.
     """
     need_packages("running a script", "torch")
-    from ..scripts.command import command
+    from ..scripts.command import GPUS_ASSUMED, command
     from ..scripts.data import read_data
     from ..scripts.hub import read_configs
     from ..scripts.run import run_script
@@ -144,8 +144,12 @@ def answer(
     script = command(["-m", *words] if module else words)
     limit = None if max_gib is None else round(max_gib * GiB)
     ranks = _ranks(script, world_size, nodes, gpus_per_node)
-    if ranks is not None:
-        script = replace(script, notes=())  # of how many it assumed
+    if (world_size or nodes or gpus_per_node) is not None:
+        script = replace(script, notes=tuple(each for each in script.notes if each.code != GPUS_ASSUMED))
+    if world_size is None:
+        script = replace(script, gpus_per_node=gpus_per_node or script.gpus_per_node)
+    else:
+        script = replace(script, gpus_per_node=None)
     where = Conditions(find_gpu(name), ranks, steps, limit, assume, roomy)
 
     def keep(watch: Watch) -> None:

@@ -28,6 +28,7 @@ from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
 from ..base.notes import Note
 from ..hardware.links import GPUS_PER_NODE
+from .missing import UNSLOTH
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 # What `python -m` may start them by.
@@ -39,13 +40,9 @@ LAUNCHING_MODULES = {
 # Commands that train, and the packages that have them: installed, they run like any script.
 COMMANDS = {
     "axolotl": "axolotl", "fabric": "lightning", "litgpt": "litgpt", "llamafactory-cli": "llamafactory",
-    "lmf": "llamafactory", "swift": "swift", "trl": "trl", "tune": "torchtune", "unsloth": "unsloth",
+    "lmf": "llamafactory", "swift": "swift", "trl": "trl", "tune": "torchtune",
 }  # fmt: skip
-ONE_GPU = Note(
-    "one-gpu-assumed",
-    "accelerate launch was given no --num_processes. It starts one process per GPU of the machine, and llmlab assumes "
-    "one GPU; give --num_processes or --world-size for more.",
-)
+GPUS_ASSUMED = "gpus-assumed"
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,11 @@ class Command:
     target: str
     arguments: tuple[str, ...] = ()
     module: bool = False
-    tool: bool = False
     nodes: int | None = None
     gpus_per_node: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+    tool: bool = False
 
     def __str__(self) -> str:
         target = Path(self.target).name if self.tool else self.target
@@ -119,14 +116,16 @@ def _script(target: str, arguments: Sequence[str], **launched: object) -> Comman
         raise SpecError(f"{target} is a folder without __main__.py; give the path of the script")
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     program = None if os.path.exists(target) or os.sep in target else shutil.which(target, path=path)
-    if not os.path.exists(program or target):
-        if target in COMMANDS:
-            _need(COMMANDS[target])
-        known = ", ".join(LAUNCHERS)
+    if target == "unsloth":
+        raise UNSLOTH
+    if not program and target in COMMANDS:
+        _need(COMMANDS[target])
+    if not os.path.exists(program or target) and (os.sep in target or "." in target):
+        known = ", ".join((*LAUNCHERS, *COMMANDS))
         raise SpecError(f"{target} does not exist; give a Python script, -m MODULE, or a command that starts with one "
                         f"of {known}")  # fmt: skip
-    if not _is_python(program or target):
-        raise SpecError(f"{target} is no Python script; give the script that it starts, with its arguments, and "
+    if not os.path.exists(program or target) or not _is_python(program or target):
+        raise SpecError(f"{target} is not Python code; give the script that it starts, with its arguments, and "
                         "--world-size for several ranks")  # fmt: skip
     return Command(program or target, tuple(arguments), tool=bool(program), **launched)  # type: ignore[arg-type]
 
@@ -165,13 +164,20 @@ def torchrun(args: Namespace) -> Command:
     per_node = int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else None  # "gpu", "auto"
     nodes = int(str(args.nnodes).split(":")[-1])
     started = _launched("torchrun", args, nodes, per_node, _alone() if nodes == per_node == 1 else {})
-    return replace(started, notes=_other_rank("--node_rank", args.node_rank))
+    assumed = () if per_node else _assumed("torchrun", "--nproc_per_node", GPUS_PER_NODE)
+    return replace(started, notes=(*assumed, *_other_rank("--node_rank", args.node_rank)))
 
 
 def _torchrun(module: str, words: Sequence[str]) -> Command:
     launcher = import_module(module)
     parse = launcher.get_args_parser().parse_args if module == "torch.distributed.run" else launcher.parse_args
     return torchrun(_parsed("torchrun", parse, words))
+
+
+def _assumed(launcher: str, option: str, gpus: int) -> tuple[Note, ...]:
+    """Return a note that a launcher would start a process for each GPU of the machine."""
+    starts = f"{launcher} was given no number by {option}, so it starts one process per GPU of the machine"
+    return (Note(GPUS_ASSUMED, f"{starts}. llmlab assumes {gpus}; give {option} or --world-size for another number."),)
 
 
 def _other_rank(option: str, rank: int | str | None) -> tuple[Note, ...]:
@@ -205,7 +211,7 @@ def _accelerate(words: Sequence[str]) -> Command:
         except Exception as error:  # of many kinds, for options that contradict each other
             raise SpecError(f"{line}: {error}") from error
     has_file = args.config_file is not None or os.path.isfile(launch.default_config_file)
-    assumed = (ONE_GPU,) if processes is None and not has_file else ()
+    assumed = () if processes or has_file else _assumed("accelerate launch", "--num_processes", 1)
     return replace(commands[0], notes=(*assumed, *other_rank))
 
 
@@ -264,7 +270,10 @@ def _deepspeed(words: Sequence[str]) -> Command:
         if len(set(gpus)) != 1:
             raise SpecError(f"deepspeed {' '.join(words)}: {gpus} GPUs on its hosts; give hosts with equally many")
         nodes, per_node = nodes or len(gpus), per_node or gpus[0]
-    return _launched("deepspeed", args, nodes, per_node, _alone() if per_node == 1 and nodes in (None, 1) else {})
+    assumed = () if per_node else _assumed("deepspeed", "--num_gpus", 1)
+    nodes, per_node = nodes or 1, per_node or 1
+    started = _launched("deepspeed", args, nodes, per_node, _alone() if nodes == per_node == 1 else {})
+    return replace(started, notes=(*assumed, *_other_rank("--node_rank", args.node_rank)))
 
 
 def _need(library: str) -> None:

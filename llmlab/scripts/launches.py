@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from unittest import mock
 
 from ..base.errors import NotAvailable
 from ..base.notes import Note
+from ..hardware.links import GPUS_PER_NODE
 from ..simulation.patching.imports import on_import
 from .command import LAUNCHERS, LAUNCHING_MODULES, Command, command, torchrun
 from .watch import Watch
@@ -69,8 +71,8 @@ class Launches:
     def _process(self, real: Callable[..., None]) -> Callable[..., None]:
         @wraps(real)
         def init(process: Any, args: Any, *others: Any, **options: Any) -> None:
-            words = args.split() if isinstance(args, str) else [os.fspath(each) for each in args]
-            if self._trains(words):
+            words = shlex.split(args) if isinstance(args, str) else [os.fsdecode(each) for each in args]
+            if words and self._trains(words):
                 self._go_on(command(words), options.get("env"))
             real(process, args, *others, **options)
 
@@ -79,7 +81,7 @@ class Launches:
     def _exec(self, real: Callable[..., None]) -> Callable[..., None]:
         @wraps(real)
         def exec_(file: Any, args: Sequence[Any], *environment: Mapping[str, str]) -> None:
-            words = [os.fspath(each) for each in args]
+            words = [os.fsdecode(each) for each in args]
             if self._trains(words):
                 self._go_on(command(words), environment[0] if environment else None)
             real(file, args, *environment)
@@ -103,19 +105,19 @@ class Launches:
             os.environ.update(environment)
         os.environ.update(started.environment)
         if started.nodes is not None or started.gpus_per_node is not None:
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            self._become((started.nodes or 1) * (started.gpus_per_node or here))
+            per_node = started.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_PER_NODE))
+            self._become((started.nodes or 1) * per_node, per_node)
         self.notes += started.notes
         self.execute(started)
         raise SystemExit(0)
 
-    def _become(self, ranks: int) -> None:
+    def _become(self, ranks: int, per_node: int) -> None:
         if ranks == 1 and self.watch.where.world_size is None:
             return
         if self.watch.where.world_size not in (None, ranks):
             given = f"--world-size gave {self.watch.where.world_size} ranks, and the script starts {ranks}"
             raise NotAvailable(f"{given}; leave --world-size out, or change the script")
-        self.watch.sim.launch(ranks)
+        self.watch.sim.launch(ranks, per_node)
         self.watch.where = replace(self.watch.where, world_size=ranks)
 
     def _devices(self, real: Callable[..., None]) -> Callable[..., None]:
@@ -125,7 +127,8 @@ class Launches:
         def init(owner: Any, *args: Any, **options: Any) -> None:
             given = inspect.signature(real).bind(owner, *args, **options).arguments
             if given.get("accelerator", "auto") != "cpu" and "WORLD_SIZE" not in os.environ:
-                self._become(_number(given.get("devices", "auto")) * int(given.get("num_nodes") or 1))
+                per_node = _number(given.get("devices", "auto"))
+                self._become(per_node * int(given.get("num_nodes") or 1), per_node)
             real(owner, *args, **options)
 
         return init
@@ -140,7 +143,7 @@ class Launches:
             if workers > 1 and options.get("datasets"):
                 raise NotAvailable(f"ray's TorchTrainer with datasets= and {workers} workers: Ray Data's shards need a "
                                    "cluster; load the rows in the training function")  # fmt: skip
-            self._become(workers)
+            self._become(workers, GPUS_PER_NODE)
             if scaling_config is not None:
                 scaling_config.num_workers = 0
             real(owner, *args, scaling_config=scaling_config, **options)

@@ -37,9 +37,17 @@ GIVE = (
     "and the tokenizer's files are enough), give the script a local folder, or give --config NAME=config.json for a "
     "model and --data NAME=rows.jsonl for a data set"
 )
-FETCH = (
-    "the network did not answer. Put the file (your own rows will do) where the script looks for downloads, or "
-    "give the script a local file"
+FETCH = "the network did not answer. Put the file where the script looks for downloads, or give the script a local file"
+# More to do, by what the address ends with: files of weights, and of data.
+INSTEAD = {
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar", ".gguf"): "Random weights take as much memory, so the "
+    "script can also build the model without pretrained ones",
+    (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"): "Rows of your own in the same format will do",
+}
+UNSLOTH = NotAvailable(
+    "unsloth replaces PyTorch's operators with kernels that are compiled for the GPU, which is not simulated. Load the "
+    "model with transformers and peft in the script, or ask lab.estimate, which describes quantized weights with "
+    "double_quant=True and half_layers='all'"
 )
 
 
@@ -50,7 +58,12 @@ def refused(error: BaseException) -> NotAvailable | None:
     if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
         return NotAvailable(f"{said}; {GIVE}{script_line(error)}")
     if any(_is_network(each) for each in errors):
-        return NotAvailable(f"{_address(errors) or said}: {FETCH}{script_line(error)}")
+        asked = _address(errors) or said
+        file = asked.partition("?")[0].lower()
+        more = [f". {words}" for ends, words in INSTEAD.items() if file.endswith(ends)]
+        return NotAvailable(f"{asked}: {FETCH}{''.join(more)}{script_line(error)}")
+    if any(isinstance(each, ImportError) and str(each.name).partition(".")[0] == "unsloth" for each in errors):
+        return UNSLOTH
     return None
 
 

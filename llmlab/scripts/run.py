@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from ..base.errors import NotAvailable, ScriptFailed
+from ..base.notes import Note
 from .command import Command
 from .data import data_by_name
 from .hub import models_by_name
@@ -48,6 +49,9 @@ def run_script(
     simulated, or asks for what is not here, and ScriptFailed where it fails by itself.
     """
     with mock.patch.dict(os.environ, script.environment), watched(where, on_step) as watch:
+        if where.world_size is not None and script.gpus_per_node is not None:
+            watch.sim.launch(where.world_size, script.gpus_per_node)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         processes, launches = Processes(watch.sim), Launches(watch, script, _execute)
         try:
             with (
@@ -68,7 +72,15 @@ def run_script(
         watch.elsewhere = processes.taken
         on_end(watch)
         report = watch.report(str(script))
-        return replace(report, notes=(*script.notes, *launches.notes, *report.notes))
+        return replace(report, notes=(*script.notes, *launches.notes, *_hidden(watch, visible), *report.notes))
+
+
+def _hidden(watch: Watch, visible: str) -> tuple[Note, ...]:
+    """Return a note if the script, started without a launcher, may see more GPUs than the one that is simulated."""
+    if "," not in visible or watch.where.world_size is not None:
+        return ()
+    return (Note("one-gpu-simulated", f"CUDA_VISIBLE_DEVICES={visible} names several GPUs, of which one is simulated. "
+                 "Start one rank per GPU (torchrun, or --world-size) to simulate one of them."),)  # fmt: skip
 
 
 def _execute(script: Command) -> None:

@@ -20,6 +20,7 @@ from ..base.errors import NotAvailable
 from ..base.notes import Note
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
+from ..hardware.links import GPUS_PER_NODE
 from .capability import capability_of
 
 if TYPE_CHECKING:
@@ -46,11 +47,12 @@ class Simulator:
         self._card, self._phases = card, phases
         self.gpu: GPU = card.gpu
 
-    def launch(self, world_size: int) -> None:
-        """Go on as rank 0 of `world_size`, whose environment stays until the caller restores os.environ."""
+    def launch(self, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
+        """Go on as rank 0 of `world_size` on nodes of `per_node` GPUs; the environment stays until os.environ is
+        restored by the caller."""
         from .distributed.process_group import launch
 
-        launch(self._card, world_size)
+        launch(self._card, world_size, per_node)
 
     @property
     def allocated(self) -> int:

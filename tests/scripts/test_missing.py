@@ -37,6 +37,24 @@ def test_a_file_of_the_network_is_named_with_the_line_that_asked():
     assert said.startswith(f"{ADDRESS}: the network did not answer") and "test_missing.py, line 18)" in said
 
 
+@pytest.mark.parametrize(("name", "words"), [
+    ("train.jsonl", "Rows of your own"), ("resnet50-11ad3fa6.pth", "Random weights"), ("model.bin?v=2", "Random weights"),
+])  # fmt: skip
+def test_rows_stand_in_for_data_and_random_weights_for_weights(name, words):
+    said = str(refused(raised(fetch, f"https://example.org/{name}")))
+    assert words in said and ("Rows of your own" in said) == name.endswith("jsonl")
+
+
+@pytest.mark.parametrize("body", ["import unsloth", "from unsloth import FastLanguageModel"])
+def test_unsloth_is_refused_by_name_and_can_be_optional(tmp_path, monkeypatch, body):
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "unsloth replaces PyTorch's operators" in result.stderr
+    optional = f"try:\n    {body}\nexcept ImportError:\n    pass\nimport torch\ntorch.ones(4, device='cuda')"
+    assert run(tmp_path, monkeypatch, "train.py", train=optional).exit_code == 0
+    result = run(tmp_path, monkeypatch, "unsloth", "train")
+    assert result.exit_code == 2 and "unsloth replaces PyTorch's operators" in result.stderr
+
+
 def test_the_innermost_address_counts():
     def download(url):
         fetch(urljoin(url, "labels.txt"))

@@ -30,19 +30,19 @@ from .moving import moved
 from .torch_engines import start_group, torch_engines
 
 
-def launched(world_size: int) -> dict[str, str]:
-    """Return the environment that torchrun gives rank 0 of `world_size`."""
+def launched(world_size: int, per_node: int = GPUS_PER_NODE) -> dict[str, str]:
+    """Return the environment that torchrun gives rank 0 of `world_size`, of which each node has `per_node`."""
     check_counts(world_size=world_size)
-    local = str(min(world_size, GPUS_PER_NODE))
+    local = str(min(world_size, per_node))
     return {
         "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local,
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
 
 
-def launch(card: Card, world_size: int) -> None:
+def launch(card: Card, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
     """Make this process rank 0 of `world_size`, as torchrun would have started it: environment and cards of its node."""
-    environment = launched(world_size)
+    environment = launched(world_size, per_node)
     os.environ.update(environment)
     card.local_ranks = int(environment["LOCAL_WORLD_SIZE"])
 
