@@ -45,8 +45,9 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
     """Return Axolotl's settings; the learning rate and the data sets are left out, both are required."""
     _data_parallel("Axolotl", run)
     if run.precision.startswith("autocast") and run.half_layers != "all":
-        raise SpecError(f"precision={run.precision!r}, half_layers={run.half_layers!r}: Axolotl loads the weights in the "
-                        f"dtype that it casts to; give {run.compute_dtype}, or for LoRA half_layers='all'")  # fmt: skip
+        given = f"precision={run.precision!r}, half_layers={run.half_layers!r}"
+        raise SpecError(f"{given}: Axolotl loads the weights in the dtype that it casts to; give {run.compute_dtype}, "
+                        "or for LoRA half_layers='all'")  # fmt: skip
     said = trainer_arguments(run)
     settings: dict[str, Any] = {
         "base_model": model, "sequence_len": run.seq_len, "micro_batch_size": run.micro_batch,

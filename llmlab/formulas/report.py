@@ -249,8 +249,8 @@ def _around_quantized(run: Training) -> Iterator[Note]:
     yield Note(
         "fp32-around-quantized",
         f"peft casts the weights that are not quantized to fp32, so without autocast {left} compute in fp32."
-        f" The Trainer's {half}=True corresponds to precision='autocast-{half}'; if peft does not prepare the model, also "
-        "give half_layers='all'.",
+        f" The Trainer's {half}=True corresponds to precision='autocast-{half}'; if peft does not prepare the model, "
+        "also give half_layers='all'.",
     )
 
 

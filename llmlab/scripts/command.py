@@ -127,7 +127,8 @@ def _script(target: str, arguments: Sequence[str], **launched: object) -> Comman
     if not os.path.exists(program or target) or not _is_python(program or target):
         raise SpecError(f"{target} is not Python code; give the script that it starts, with its arguments, and "
                         "--world-size for several ranks")  # fmt: skip
-    return Command(program or target, tuple(arguments), tool=bool(program), **launched)  # type: ignore[arg-type]
+    tool = not os.path.isdir(target) and not os.path.splitext(program or target)[1]
+    return Command(program or target, tuple(arguments), tool=tool, **launched)  # type: ignore[arg-type]
 
 
 def _is_python(path: str) -> bool:

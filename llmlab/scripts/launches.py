@@ -1,4 +1,4 @@
-"""What a script starts by itself: a launcher's command goes on in this process, and so does rank 0 of a library's ranks.
+"""Launches by a script: the command that it starts, or rank 0 of the ranks that a library starts, runs in this process.
 
 `tune run`, `swift sft`, `axolotl train`, `llamafactory-cli train` and `trl sft` start Python or a launcher; Lightning's
 Trainer and Fabric, and Ray's TorchTrainer, start their ranks themselves.
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed.run
+
 from ..base.errors import NotAvailable
 from ..base.notes import Note
 from ..hardware.links import GPUS_PER_NODE
@@ -28,6 +30,7 @@ from .watch import Watch
 
 LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 FABRIC = ("lightning.fabric.fabric", "lightning_fabric.fabric")
+INSTALLERS = ("ensurepip", "pip", "uv", "venv")
 EXECS = ("execv", "execve", "execvp", "execvpe")
 
 
@@ -41,8 +44,6 @@ class Launches:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Follow what is started until the block ends."""
-        import torch.distributed.run
-
         with ExitStack() as stack:
             patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
             stack.enter_context(mock.patch.dict(os.environ))
@@ -93,11 +94,13 @@ class Launches:
         name, *others = words
         if Path(name).name in LAUNCHERS:
             return True
-        if not Path(name).name.startswith("python"):
+        if not Path(name).name.startswith("python") or not others:
             return False
-        others = [each for each in others if each != "-u"][:2]
-        launcher = others[:1] == ["-m"] and others[-1] in LAUNCHING_MODULES
-        return launcher or (self.script.tool and others[:1] != ["-c"])
+        first, second = (*[each for each in others if each != "-u"], "", "")[:2]
+        if first == "-m":
+            return second in LAUNCHING_MODULES or (self.script.tool and second.partition(".")[0] not in INSTALLERS)
+        # torch's are Inductor's workers.
+        return self.script.tool and first.endswith(".py") and not first.startswith(os.path.dirname(torch.__file__))
 
     def _go_on(self, started: Command, environment: Mapping[str, str] | None) -> None:
         """Run what a script starts, as rank 0, and then end the script, which would only wait for that."""

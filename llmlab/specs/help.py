@@ -11,9 +11,9 @@ HELP = {
     "accumulation": "Micro-batches per optimizer step.",
     "quantization": "Dtype of the frozen base weights; needs --lora.",
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
-    "half_layers": "With --lora and an autocast-* precision: frozen layers whose weights stay in 16 bits. all: every layer, as "
-    "the Trainer's bf16=True trains a model that was loaded in bf16; embeddings: embedding and head of a quantized model. "
-    "Otherwise they are in fp32, as peft's prepare_model_for_kbit_training leaves them.",
+    "half_layers": "With --lora and an autocast-* precision: frozen layers whose weights stay in 16 bits. all: every "
+    "layer, as the Trainer's bf16=True trains a model that was loaded in bf16; embeddings: embedding and head of a "
+    "quantized model. Otherwise they are in fp32, as peft's prepare_model_for_kbit_training leaves them.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",

@@ -281,7 +281,7 @@ class Training(ChoiceSpec):
         if self.half_layers == "embeddings" and self.quantization is None:
             raise SpecError(f"{given} quantization=None: nothing is cast to fp32 there; give half_layers='all'")
         if not self.lora.autocast_adapter_dtype:
-            raise SpecError(f"{given} autocast_adapter_dtype=False: autocast trains adapters in fp32 here; leave one of "
+            raise SpecError(f"{given} autocast_adapter_dtype=False: adapters under autocast are in fp32; leave one of "
                             "them out")  # fmt: skip
 
     def _check_schedule(self) -> None:

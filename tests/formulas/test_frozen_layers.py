@@ -1,4 +1,4 @@
-"""Double quantization, and frozen layers in 16 bits: the formula beside the simulation, and the bytes of the weights."""
+"""Double quantization, and frozen layers in 16 bits: formula and simulation, and the bytes of the weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from llmlab.formulas.memory.states import states
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LLAMA = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32000, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32000, "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
 }  # fmt: skip
 # A model of 34B, fine-tuned with Axolotl on 24 GB: https://github.com/axolotl-ai-cloud/axolotl/pull/1000
 YI = {
     "model_type": "llama", "hidden_size": 7168, "intermediate_size": 20480, "num_hidden_layers": 60,
-    "num_attention_heads": 56, "num_key_value_heads": 8, "vocab_size": 64000, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    "num_attention_heads": 56, "num_key_value_heads": 8, "vocab_size": 64000, "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
 }  # fmt: skip
 
 

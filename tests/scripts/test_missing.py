@@ -38,7 +38,8 @@ def test_a_file_of_the_network_is_named_with_the_line_that_asked():
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("train.jsonl", "Rows of your own"), ("resnet50-11ad3fa6.pth", "Random weights"), ("model.bin?v=2", "Random weights"),
+    ("train.jsonl", "Rows of your own"), ("resnet50-11ad3fa6.pth", "Random weights"),
+    ("model.bin?v=2", "Random weights"),
 ])  # fmt: skip
 def test_rows_stand_in_for_data_and_random_weights_for_weights(name, words):
     said = str(refused(raised(fetch, f"https://example.org/{name}")))

@@ -94,8 +94,8 @@ def _adapters_script(run: Training) -> str:
             "zero=0"
         )
     if run.half_layers == "embeddings":
-        raise SpecError("half_layers='embeddings': llmlab writes scripts that cast all layers that are not quantized to "
-                        "fp32, as peft does, or none; leave it out, or give 'all'")  # fmt: skip
+        raise SpecError("half_layers='embeddings': the scripts that llmlab writes cast to fp32 every layer that is not "
+                        "quantized, as peft does, or none; leave it out, or give 'all'")  # fmt: skip
     if uses_deepspeed(run):
         deepspeed_settings(run)
     elif run.zero:

@@ -41,7 +41,7 @@ def launched(world_size: int, per_node: int = GPUS_PER_NODE) -> dict[str, str]:
 
 
 def launch(card: Card, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
-    """Make this process rank 0 of `world_size`, as torchrun would have started it: environment and cards of its node."""
+    """Make this process rank 0 of `world_size`, as torchrun would have started it, on nodes of `per_node` cards."""
     environment = launched(world_size, per_node)
     os.environ.update(environment)
     card.local_ranks = int(environment["LOCAL_WORLD_SIZE"])

@@ -1,0 +1,153 @@
+"""What a script starts by itself: commands that start Python or a launcher, and libraries that start ranks."""
+
+import json
+import sys
+from importlib.util import find_spec
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+from llmlab.cli import main as cli  # noqa: E402
+
+TRAIN = """
+import os, sys, torch
+import torch.distributed as dist
+ranks = int(os.environ.get("WORLD_SIZE", 1))
+if ranks > 1:
+    dist.init_process_group("nccl")
+print("found", ranks, os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("SAID"), *sys.argv[1:])
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# As llamafactory-cli, swift and `axolotl train` start their training; trl and fabric call torch.distributed.run.
+STARTS = {
+    "torchrun in a process": "subprocess.run(['torchrun', '--nproc_per_node', '2', *train], env={**os.environ, **said}, "
+    "check=True)",
+    "python -m": "subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', '2', *train], "
+    "env={**os.environ, **said})",
+    "another program": "os.execvpe('torchrun', ['torchrun', '--nproc_per_node=2', *train], {**os.environ, **said})",
+    "torch.distributed.run": "os.environ.update(said); torch.distributed.run.main(['--nproc_per_node', '2', *train])",
+}
+HEAD = "import os, subprocess, sys, torch.distributed.run\ntrain, said = ['train.py', '--lr', '1'], {'SAID': 'yes'}\n"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run words in a folder with train.py; return the result, and the report where there is one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "train.py").write_text(TRAIN)
+
+    def run(*words, body=None):
+        if body is not None:
+            (tmp_path / "start.py").write_text(body)
+            words = (*words, "start.py")
+        result = CliRunner().invoke(cli.cli, ["run", "--json", "--gpu", "A100-80GB", *words])
+        return result, json.loads(result.stdout) if result.exit_code in (0, 1) else None
+
+    return run
+
+
+def command_of_a_library(folder, name, body):
+    (folder / name).write_text(f"#!{sys.executable}\n{HEAD}{body}")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_launcher_that_a_script_starts_goes_on_as_rank_0(run, start):
+    result, report = run(body=HEAD + STARTS[start])
+    assert "found 2 2 yes --lr 1" in result.stderr
+    assert (report["world_size"], report["steps"], report["outcome"]) == (2, 3, "fits")
+
+
+def test_the_command_of_a_library_may_start_python_too(run, tmp_path):
+    command_of_a_library(tmp_path, "swiftly", "subprocess.run([sys.executable, 'train.py', *sys.argv[1:]], check=True)")
+    result, report = run("SAID=hello", "swiftly", "sft", "--model", "m")
+    assert "found 1 None hello sft --model m" in result.stderr
+    assert report["steps"] == 3 and report["command"] == "swiftly sft --model m"
+    command_of_a_library(tmp_path, "ends", "sys.exit(subprocess.run(['torchrun', 'gone.py']).returncode)")
+    result, _ = run("ends")
+    assert result.exit_code == 2 and "gone.py does not exist" in result.stderr
+
+
+def test_other_processes_stay_processes(run):
+    body = HEAD + "assert subprocess.check_output([sys.executable, '-c', 'print(1)']) == b'1\\n'\nimport train"
+    result, report = run(body=body)
+    assert report["steps"] == 3 and "found 1" in result.stderr
+
+
+def test_ranks_that_contradict_world_size_are_refused(run):
+    result, _ = run("--world-size", "8", body=HEAD + STARTS["torch.distributed.run"])
+    assert result.exit_code == 2 and "--world-size gave 8 ranks" in result.stderr
+
+
+def test_each_node_has_as_many_ranks_as_the_launcher_says(run):
+    result, report = run("torchrun", "--nnodes", "2", "--nproc_per_node", "4", "--node_rank", "1", "train.py")
+    assert "found 8 4" in result.stderr and report["world_size"] == 8
+    assert [note["code"] for note in report["notes"]].count("rank-0-simulated") == 1
+    result, _ = run("--world-size", "8", "torchrun", "--nnodes", "2", "--nproc_per_node", "2", "train.py")
+    assert "found 8 8" in result.stderr
+
+
+def test_gpus_that_are_visible_and_not_simulated_are_named(run):
+    _, report = run("CUDA_VISIBLE_DEVICES=0,1", "python", "train.py")
+    assert "one-gpu-simulated" in [note["code"] for note in report["notes"]]
+    _, report = run("CUDA_VISIBLE_DEVICES=0,1", "torchrun", "--nproc_per_node=2", "train.py")
+    assert "one-gpu-simulated" not in [note["code"] for note in report["notes"]]
+
+
+# A library of that name whose trainer starts `devices` or `num_workers` ranks, unless its environment has them.
+LIGHTNING = """
+import os, torch
+class Trainer:
+    def __init__(self, *, accelerator="auto", devices="auto", num_nodes=1):
+        print("found", os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE"), torch.cuda.device_count())
+"""
+DEVICES = [("4", "4 4 4"), ("[0, 3]", "2 2 2"), ("'0,1'", "2 2 2"), ("'auto'", "None None 1"), ("-1", "None None 1"),
+           ("2, num_nodes=2", "4 2 2"), ("4, accelerator='cpu'", "None None 1")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("devices", "found"), DEVICES)
+def test_lightnings_devices_are_ranks(run, tmp_path, devices, found):
+    if find_spec("pytorch_lightning"):
+        pytest.skip("pytorch_lightning is installed, and this is a stand-in for it")
+    (tmp_path / "pytorch_lightning" / "trainer").mkdir(parents=True)
+    for name in ("__init__", "trainer/__init__"):
+        (tmp_path / "pytorch_lightning" / f"{name}.py").write_text("")
+    (tmp_path / "pytorch_lightning" / "trainer" / "trainer.py").write_text(LIGHTNING)
+    body = f"from pytorch_lightning.trainer.trainer import Trainer\nTrainer(devices={devices})"
+    try:
+        result, _ = run(body=body)
+    finally:
+        for name in [each for each in sys.modules if each.startswith("pytorch_lightning")]:
+            del sys.modules[name]
+    assert f"found {found}" in result.stderr
+
+
+RAY = """
+import torch, ray.train.torch
+from ray.train import ScalingConfig
+def loop(config):
+    context = ray.train.get_context()
+    print("found", context.get_world_rank(), context.get_world_size())
+    model = ray.train.torch.prepare_model(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        model(torch.randn(4, 64, device=ray.train.torch.get_device())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+scaling = ScalingConfig(num_workers=4, use_gpu=True)
+ray.train.torch.TorchTrainer(loop, train_loop_config={}, scaling_config=scaling).fit()
+"""
+
+
+def test_rays_workers_are_ranks(run):
+    pytest.importorskip("ray")
+    result, report = run(body=RAY)
+    assert "found 0 4" in result.stderr and (report["world_size"], report["steps"]) == (4, 3)
