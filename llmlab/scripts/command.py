@@ -43,6 +43,7 @@ COMMANDS = {
     "lmf": "llamafactory", "swift": "swift", "trl": "trl", "tune": "torchtune",
 }  # fmt: skip
 GPUS_ASSUMED = "gpus-assumed"
+NO_AFFINITY = Note("no-cpu-affinity", "--enable_cpu_affinity was not carried out: the simulation has no host to pin to.")
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def _accelerate(words: Sequence[str]) -> Command:
             raise SpecError(f"{line}: {error}") from error
     has_file = args.config_file is not None or os.path.isfile(launch.default_config_file)
     assumed = () if processes or has_file else _assumed("accelerate launch", "--num_processes", 1)
-    return replace(commands[0], notes=(*assumed, *other_rank))
+    return replace(commands[0], notes=(*assumed, *other_rank, *commands[0].notes))
 
 
 def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Command]) -> dict[str, Any]:
@@ -224,7 +225,9 @@ def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Co
         environment = {name: value for name, value in environment.items() if os.environ.get(name) != value}
         nodes = (args.num_machines or 1) if ranks else None
         per_node = max(1, args.num_processes // nodes) if nodes else None
-        commands.append(_launched("accelerate launch", args, nodes, per_node, environment))
+        pinned = environment.pop("ACCELERATE_CPU_AFFINITY", "0") not in ("0", "False")
+        started = _launched("accelerate launch", args, nodes, per_node, environment)
+        commands.append(replace(started, notes=(NO_AFFINITY,) * pinned))
 
     def simple(args: Namespace) -> None:
         if args.mpirun_hostfile:

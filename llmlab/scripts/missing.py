@@ -62,8 +62,12 @@ def refused(error: BaseException) -> NotAvailable | None:
         file = asked.partition("?")[0].lower()
         more = [f". {words}" for ends, words in INSTEAD.items() if file.endswith(ends)]
         return NotAvailable(f"{asked}: {FETCH}{''.join(more)}{script_line(error)}")
-    if any(isinstance(each, ImportError) and str(each.name).partition(".")[0] == "unsloth" for each in errors):
+    imports = [each for each in errors if isinstance(each, ImportError)]
+    if any(str(each.name).partition(".")[0] == "unsloth" for each in imports):
         return UNSLOTH
+    if any(isinstance(each, ModuleNotFoundError) or "install" in str(each) for each in imports):
+        return NotAvailable(f"{said.rstrip('.')}: install that package beside llmlab, or leave it out of the "
+                            f"script{script_line(error)}")  # fmt: skip
     return None
 
 

@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import traceback
+from argparse import ArgumentError
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,7 @@ def _verdict(script: Command, error: BaseException) -> NotAvailable | ScriptFail
     Hydra and their like show an error and call sys.exit(1): what counts is the error that they caught.
     """
     caught = error.__context__ if isinstance(error, SystemExit) else error
-    if isinstance(caught, Exception):
+    if isinstance(caught, Exception) and not isinstance(caught, ArgumentError):  # whose message argparse has printed
         return _said(caught) or _failure(caught)
     assert isinstance(error, SystemExit)
     return ScriptFailed(f"{script.target} called sys.exit({error.code!r})")
