@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from ..scripts.report import ScriptReport
     from ..scripts.watch import Conditions, Watch
 
-EPILOG = """You can put a launcher (torchrun, accelerate launch or deepspeed) before SCRIPT; llmlab follows its options
-and config files, and runs only rank 0.
+EPILOG = """You can put a launcher (torchrun, accelerate launch or deepspeed) before SCRIPT, or give the command of an
+installed library instead, such as `tune run`, `trl sft`, `swift sft`, `llamafactory-cli train` or `axolotl train`.
+llmlab follows its options and config files, and runs only rank 0. NAME=value before all sets an environment variable.
 
 Exit codes: 0 = the run fits; 1 = it does not fit on the GPU (or in --max-gib); 2 = unknown or invalid input, or the
 script itself failed (its error is then on stderr)."""
@@ -173,7 +174,8 @@ def answer(
 
         report = run_script(script, where, out or thrown_away, read_configs(configs), read_data(data), on_step, keep)
     if report.outcome == "out of memory" and report.ended == RAN_OUT_OF_MEMORY:
-        return replace(report, needed=_needed(report, where, words, module, configs, data))
+        ranks = {"--world-size": world_size, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
+        return replace(report, needed=_needed(report, where, ranks, words, module, configs, data))
     return report
 
 
@@ -216,6 +218,7 @@ def _progress() -> Iterator[Callable[[Watch], None]]:
 def _needed(
     report: ScriptReport,
     where: Conditions,
+    ranks: dict[str, int | None],
     words: tuple[str, ...],
     module: bool,
     configs: tuple[str, ...],
@@ -223,7 +226,7 @@ def _needed(
 ) -> int | None:
     """Run the script again, in a process of its own, on a card with room for one more step than it came to."""
     options = ["--gpu", report.gpu, "--steps", str(report.steps + 1)]
-    options += ["--world-size", str(where.world_size)] if where.world_size is not None else []
+    options += [word for option, number in ranks.items() if number is not None for word in (option, str(number))]
     options += ["--assume", str(where.assume)] if where.assume is not None else []
     options += [word for each in configs for word in ("--config", each)]
     options += [word for each in data for word in ("--data", each)]

@@ -78,7 +78,7 @@ def run_script(
 
 def _hidden(watch: Watch, visible: str) -> tuple[Note, ...]:
     """Return a note if the script, started without a launcher, may see more GPUs than the one that is simulated."""
-    if "," not in visible or watch.where.world_size is not None:
+    if "," not in visible or watch.where.world_size is not None or watch.sim.ranks > 1:
         return ()
     return (Note("one-gpu-simulated", f"CUDA_VISIBLE_DEVICES={visible} names several GPUs, of which one is simulated. "
                  "Start one rank per GPU (torchrun, or --world-size) to simulate one of them."),)  # fmt: skip

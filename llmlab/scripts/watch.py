@@ -223,7 +223,8 @@ class Watch:
         if self._stepped and self.ended == RAN_TO_ITS_END:
             self._count()
         sim, where, timeline = self.sim, self.where, self.sim.timeline
-        outside = where.gpu.outside(where.ranks)
+        ranks = max(where.ranks, sim.ranks)
+        outside = where.gpu.outside(ranks)
         taken = sim.peak_reserved + (outside or 0)
         nothing_seen = not self.steps and (self.refused or self.elsewhere)
         notes: list[Note] = []
@@ -233,12 +234,12 @@ class Watch:
             notes = [EAGER_TOO_LARGE] if sim.has_upper_sizes else []
         known = self._seconds and sim.counts_all_kernels
         seconds = median(self._seconds[1:] or self._seconds) if known else None
-        interval = self._operators.interval if seconds and where.ranks == 1 else None
+        interval = self._operators.interval if seconds and ranks == 1 else None
         notes += sim.notes
         if self._untimed and not seconds:
             why = _without_time(where.gpu, self._untimed)
             notes.append(Note("time-unknown", f"The time per step is unknown: the {where.gpu.name} {why}."))
-        if seconds and where.ranks > 1:
+        if seconds and ranks > 1:
             notes.append(NO_NETWORK)
         if sim.out_of_memory and self.ended != RAN_OUT_OF_MEMORY:
             notes.append(CAUGHT)
@@ -253,7 +254,7 @@ class Watch:
             command=name,
             gpu=where.gpu.name,
             capacity=where.gpu.memory,
-            world_size=where.ranks,
+            world_size=ranks,
             steps=self.steps,
             ended=self.ended,
             outcome=outcome,

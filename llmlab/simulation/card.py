@@ -16,9 +16,10 @@ class Card:
     """One simulated card with `memory`, beside a real `host` or, without one, beside a simulated one.
 
     `hidden`: from libraries that would load a driver. `local_ranks`: the cards of its node, of which it is the first.
+    `ranks`: those of the process group that the code made.
     """
 
-    local_ranks = 1
+    local_ranks = ranks = 1
 
     def __init__(self, gpu: GPU, memory: Allocator, host: RealHost | None = None) -> None:
         self.gpu, self.memory, self.hidden = gpu, memory, False

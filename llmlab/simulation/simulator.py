@@ -47,6 +47,11 @@ class Simulator:
         self._card, self._phases = card, phases
         self.gpu: GPU = card.gpu
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of the process group that the code made; 1 where it made none."""
+        return self._card.ranks
+
     def launch(self, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
         """Go on as rank 0 of `world_size` on nodes of `per_node` GPUs; the environment stays until os.environ is
         restored by the caller."""

@@ -95,6 +95,13 @@ def test_each_node_has_as_many_ranks_as_the_launcher_says(run):
     assert "found 8 8" in result.stderr
 
 
+def test_a_group_that_the_script_makes_counts_with_its_ranks(run, tmp_path):
+    """NCCL's buffers are outside of PyTorch's allocator, and one process has none."""
+    _, alone = run("train.py")
+    _, report = run("RANK=0", "WORLD_SIZE=4", "MASTER_ADDR=localhost", "MASTER_PORT=1", "python", "train.py")
+    assert report["world_size"] == 4 and report["process"] - alone["process"] > 2**30
+
+
 def test_gpus_that_are_visible_and_not_simulated_are_named(run):
     _, report = run("CUDA_VISIBLE_DEVICES=0,1", "python", "train.py")
     assert "one-gpu-simulated" in [note["code"] for note in report["notes"]]

@@ -111,6 +111,7 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
             stack.enter_context(torch_engines(card.engine))
             stack.enter_context(moved(parameters))
         start_group(real, size, rank)
+        card.ranks = size
         card.memory.driver.capacity = card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
 
