@@ -15,10 +15,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 from unittest import mock
 
 from ..simulation.checkpoints.virtual_files import Entries
+from ..simulation.patching.imports import on_import
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CACHES = (
@@ -62,6 +64,25 @@ class WrittenFiles:
         with ExitStack() as stack:
             for module, name, function in replaced:
                 stack.enter_context(mock.patch.object(module, name, function))
+            hook = {"transformers.tokenization_utils_base": lambda: stack.enter_context(self._tokenizers())}
+            stack.enter_context(on_import(hook))
+            yield
+
+    @contextmanager
+    def _tokenizers(self) -> Iterator[None]:
+        """Let a tokenizer, which writes its file by compiled code, save under `folder`."""
+        from transformers import PreTrainedTokenizerBase
+
+        real = PreTrainedTokenizerBase.save_pretrained
+
+        @wraps(real)
+        def save_pretrained(tokenizer: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            path = self._path(save_directory)
+            if path is not None:
+                os.makedirs(save_directory := self._written(path), exist_ok=True)
+            return real(tokenizer, save_directory, *args, **kwargs)
+
+        with mock.patch.object(PreTrainedTokenizerBase, "save_pretrained", save_pretrained):
             yield
 
     # ---- where a path is

@@ -77,6 +77,21 @@ def test_removing_renaming_and_copying(home, kept):
     assert state(home) == before
 
 
+def test_a_tokenizer_that_is_saved_is_found_although_compiled_code_writes_it(home, kept):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    before = state(home)
+    with WrittenFiles(str(kept)).patched():
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("out/checkpoint-2")
+        assert "tokenizer.json" in os.listdir("out/checkpoint-2")
+        file = f"{kept}{home}/out/checkpoint-2/tokenizer.json"
+        again = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
+        assert again("b a b")["input_ids"] == [1, 0, 1]
+    assert state(home) == before
+
+
 def test_errors_are_those_of_the_system(home, kept):
     with WrittenFiles(str(kept)).patched():
         for wrong, call in (
