@@ -174,8 +174,8 @@ def answer(
 
         report = run_script(script, where, out or thrown_away, read_configs(configs), read_data(data), on_step, keep)
     if report.outcome == "out of memory" and report.ended == RAN_OUT_OF_MEMORY:
-        ranks = {"--world-size": world_size, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
-        return replace(report, needed=_needed(report, where, ranks, words, module, configs, data))
+        asked = {"--world-size": world_size, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
+        return replace(report, needed=_needed(report, where, asked, words, module, configs, data))
     return report
 
 

@@ -16,6 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import unwrap
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,7 @@ COMMANDS = {
     "lmf": "llamafactory", "swift": "swift", "trl": "trl", "tune": "torchtune",
 }  # fmt: skip
 GPUS_ASSUMED = "gpus-assumed"
-NO_AFFINITY = Note("no-cpu-affinity", "--enable_cpu_affinity was not carried out: the simulation has no host to pin to.")
+NO_AFFINITY = Note("no-cpu-affinity", "--enable_cpu_affinity was not carried out: it does not change the GPU's memory.")
 
 
 @dataclass(frozen=True)
@@ -190,12 +191,16 @@ def _other_rank(option: str, rank: int | str | None) -> tuple[Note, ...]:
 
 
 def _accelerate(words: Sequence[str]) -> Command:
-    """Return what accelerate would start: it reads its options and files and picks a launcher by itself."""
     _need("accelerate")
+    launch = import_module("accelerate.commands.launch")
+    args = _parsed("accelerate launch", launch.launch_command_parser().parse_args, words)
+    return accelerate(args, " ".join(["accelerate launch", *words]))
+
+
+def accelerate(args: Namespace, line: str) -> Command:
+    """Return what accelerate would start: it reads its options `args` and files and picks a launcher by itself."""
     check("accelerate.commands.launch")
     launch, environments = import_module("accelerate.commands.launch"), import_module("accelerate.utils.launch")
-    line = " ".join(["accelerate launch", *words])
-    args = _parsed("accelerate launch", launch.launch_command_parser().parse_args, words)
     other_rank = _other_rank("--machine_rank", args.machine_rank)
     args.machine_rank = 0
     processes = args.num_processes
@@ -207,7 +212,7 @@ def _accelerate(words: Sequence[str]) -> Command:
     no_port = mock.patch.object(environments, "is_port_in_use", lambda *_: False)  # none is opened
     with gpus, launchers, no_port, redirect_stderr(StringIO()), redirect_stdout(StringIO()):
         try:
-            launch.launch_command(args)
+            unwrap(launch.launch_command)(args)
         except (NotAvailable, SpecError):
             raise
         except Exception as error:  # of many kinds, for options that contradict each other

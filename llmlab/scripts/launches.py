@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,11 +26,12 @@ from ..base.errors import NotAvailable
 from ..base.notes import Note
 from ..hardware.links import GPUS_PER_NODE
 from ..simulation.patching.imports import on_import
-from .command import LAUNCHERS, LAUNCHING_MODULES, Command, command, torchrun
+from .command import LAUNCHERS, LAUNCHING_MODULES, Command, accelerate, command, torchrun
 from .watch import Watch
 
 LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 FABRIC = ("lightning.fabric.fabric", "lightning_fabric.fabric")
+ACCELERATE = "accelerate.commands.launch"
 INSTALLERS = ("ensurepip", "pip", "uv", "venv")
 EXECS = ("execv", "execve", "execvp", "execvpe")
 
@@ -66,9 +68,18 @@ class Launches:
                 trainer = sys.modules["ray.train.torch"].TorchTrainer
                 patch(trainer, "__init__", self._workers(trainer.__init__))
 
+            def launch() -> None:  # which trl calls with options of its own
+                module = sys.modules[ACCELERATE]
+
+                @wraps(module.launch_command)
+                def launch_command(args: Namespace) -> None:
+                    self._go_on(accelerate(args, f"accelerate launch {args.training_script}"), None)
+
+                patch(module, "launch_command", launch_command)
+
             hooks: dict[str, Callable[[], Any]] = {each: ranks_of(each, "Trainer") for each in LIGHTNING}
             hooks |= {each: ranks_of(each, "Fabric") for each in FABRIC}
-            stack.enter_context(on_import({**hooks, "ray.train.torch": ray}))
+            stack.enter_context(on_import({**hooks, "ray.train.torch": ray, ACCELERATE: launch}))
             yield
 
     def _process(self, real: Callable[..., None]) -> Callable[..., None]:

@@ -25,13 +25,16 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
-# As llamafactory-cli, swift and `axolotl train` start their training; trl and fabric call torch.distributed.run.
+# As llamafactory-cli, swift, `axolotl train`, trl and fabric start their training.
 STARTS = {
-    "torchrun in a process": "subprocess.run(['torchrun', '--nproc_per_node', '2', *train], env={**os.environ, **said}, "
-    "check=True)",
+    "torchrun in a process": "subprocess.run(['torchrun', '--nproc_per_node', '2', *train], check=True, "
+    "env={**os.environ, **said})",
     "python -m": "subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', '2', *train], "
     "env={**os.environ, **said})",
     "another program": "os.execvpe('torchrun', ['torchrun', '--nproc_per_node=2', *train], {**os.environ, **said})",
+    "accelerate.commands.launch": "from accelerate.commands.launch import launch_command, launch_command_parser\n"
+    "os.environ.update(said)\n"
+    "launch_command(launch_command_parser().parse_args(['--multi_gpu', '--num_processes', '2', *train]))",
     "torch.distributed.run": "os.environ.update(said); torch.distributed.run.main(['--nproc_per_node', '2', *train])",
 }
 HEAD = "import os, subprocess, sys, torch.distributed.run\ntrain, said = ['train.py', '--lr', '1'], {'SAID': 'yes'}\n"
@@ -61,6 +64,8 @@ def command_of_a_library(folder, name, body):
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_launcher_that_a_script_starts_goes_on_as_rank_0(run, start):
+    if "accelerate" in start:
+        pytest.importorskip("accelerate")
     result, report = run(body=HEAD + STARTS[start])
     assert "found 2 2 yes --lr 1" in result.stderr
     assert (report["world_size"], report["steps"], report["outcome"]) == (2, 3, "fits")
