@@ -231,9 +231,21 @@ def test_full_recomputation_lowers_mfu_and_not_hfu():
     spec, card = lab.model("Llama-3.1-8B"), lab.gpu("A100")
     plain, full = (Training(seq_len=2048, precision="bf16", checkpointing=kind) for kind in (None, "full"))
     assert mfu(spec, plain, card, 1.0) == mfu(spec, full, card, 1.0)
-    assert mfu(spec, plain, card, 1.0) == hfu(spec, plain, card, 1.0) < hfu(spec, full, card, 1.0)
+    assert hfu(spec, plain, card, 1.0) < hfu(spec, full, card, 1.0)
     slower = step_seconds(spec, full, card) / step_seconds(spec, plain, card)
     assert 1.15 < slower < 1.6
+
+
+def test_fused_attention_computes_scores_again_for_hfu_and_not_for_mfu():
+    """7 products of [T × d] and [T × T] instead of PaLM's 6 (arXiv 2204.02311, appendix B: 12 L h S per token)."""
+    spec, card = lab.model("Llama-3.1-8B"), lab.gpu("A100")
+    eager, fused = (Training(seq_len=4096, precision="bf16", attention=kernel) for kernel in ("eager", "flash"))
+    assert mfu(spec, fused, card, 1.0) == mfu(spec, eager, card, 1.0) == hfu(spec, eager, card, 1.0)
+    again = (hfu(spec, fused, card, 1.0) - mfu(spec, fused, card, 1.0)) * card.peak("bf16")
+    assert again == pytest.approx(2 * 32 * 4096 * 4096**2)  # one product in each of 32 layers, h = S = 4096
+    scores = 12 * 32 * 4096 * 4096 * 4096  # 12 L h S per token, S tokens
+    weights = 6 * (spec.parameters - spec.vocab * spec.hidden) * 4096
+    assert mfu(spec, fused, card, 1.0) * card.peak("bf16") == pytest.approx(weights + scores, rel=1e-3)
 
 
 def test_decoding_reads_every_weight():
