@@ -128,6 +128,6 @@ def test_the_tables():
 
 
 def test_the_table_of_scripts_can_be_read():
-    cases = scripts.read_cases(FOLDER / "scripts.toml")
+    cases = scripts.read_cases(FOLDER / "scripts" / "scripts.toml")
     for case in cases.values():
         assert (case.published is None) == (not case.source) and case.place and case.run
