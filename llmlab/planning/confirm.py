@@ -33,7 +33,7 @@ SIMULATED = 4 * SHOWN  # at most, and what was asked for with the last of them
 PROCESSES = 4  # at most, and no more than there are cores; each takes 1 GiB of the host's memory
 LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batches, and what nothing can decide
 # Of the card, what a plan leaves free: a step's reserved memory is not the same from run to run. 9 in 10 of 37 held-out
-# steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans.py derives it.
+# steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans/plans.py derives it.
 MARGIN = 0.04
 UNDECIDED = "too close to the limit, and not simulated"
 
