@@ -58,7 +58,7 @@ def gradients(share: Share, states: States) -> Gradients:
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     wide = wide_bytes(share, states)
-    accumulates = share.over > 0 and not (run.offload and run.sync_each_batch) and not wide
+    accumulates = share.backward_passes_done > 0 and not (run.offload and run.sync_each_batch) and not wide
     once = _stored(share, states, every)
     if whole and share.first and not tied:  # an embedding's is cut only then
         every += elements * reduced * (run.tp - 1) // run.tp
@@ -156,8 +156,8 @@ def _stored(share: Share, states: States, every: int) -> Stored:
     stage = sum(counts.values()) or 1  # nanotron's stage for the loss alone has none
     sharded = uses_fsdp(run)
     outside = counts["embedding"] + (0 if states.units.head else counts["head"]) if sharded else 0
-    begun = spec.tied and not share.delays_head
-    embedding = 0 if sharded or begun or not share.first else counts["embedding"]
+    embedding_exists = spec.tied and not share.delays_head
+    embedding = 0 if sharded or embedding_exists or not share.first else counts["embedding"]
     after_blocks = every * (stage - outside) // stage
     block = every * block_parameters(spec) // stage
     before_last = after_blocks - block - every * embedding // stage
@@ -174,8 +174,9 @@ def _of_chunks(share: Share, states: States, every: int) -> tuple[int, Stored]:
         block = states.units.block_reduction
         ranks = run.dp_shard * run.cp
         less = through * (block - states.units.block_shard) + (head - head // ranks if through else 0)
-    head = head if share.begun < run.virtual_stages else 0
-    there = (every if share.begun == 0 else block * sum(layers[share.begun :]) + head) - less
+    head = head if share.first_chunk_in_backward < run.virtual_stages else 0
+    first = share.first_chunk_in_backward
+    there = (every if first == 0 else block * sum(layers[first:]) + head) - less
     own = layers[share.chunk or 0]
     return there, Stored(*(there + block * max(0, own - left) for left in (2, 1, 0)))
 

@@ -100,8 +100,8 @@ class StepMemory:
         self.gathered_part = "weights" if master_shards else "other"
         block = block_of(share)
         # The last micro-batch's logits, where they have a name until this one's.
-        self.named_logits = self.loss.after if block and share.over else 0
-        self.of_weights, self.apart = (0, 0) if share.cpu else unsplit(spec, run, share.stage)
+        self.named_logits = self.loss.after if block and share.backward_passes_done else 0
+        self.of_weights, self.unsplit_states = (0, 0) if share.cpu else unsplit(spec, run, share.stage)
         self.resident = {  # what stays from step to step, by part
             "weights": kept_weights(run, self.states) + (0 if master_shards else self.of_weights),
             "optimizer": self.states.optimizer + (self.of_weights if master_shards else 0),
@@ -116,21 +116,23 @@ class StepMemory:
         self.resident["other"] += self.sent
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units
-        self.left = units.outside + (units.head + units.block * (self.layers - through - 1) if run.pp > 1 else 0)
+        self.still_gathered = units.outside
+        if run.pp > 1:
+            self.still_gathered += units.head + units.block * (self.layers - through - 1)
         # Then only the first micro-batch, when there is little else, has outputs of all-gathers.
-        self.stay_gathered = self.sharded and run.pp > 1 and run.zero == 2 and share.over > 0
+        self.stay_gathered = self.sharded and run.pp > 1 and run.zero == 2 and share.backward_passes_done > 0
         whole = per_device(block_saved(share), run)
-        kept = checkpointed(share) if run.checkpointing else whole
+        saved_by_kind = checkpointed(share) if run.checkpointing else whole
         # What torchtune offloads is on the card while the block computes that made or takes it.
         host = stack.enable_activation_offloading
-        held = 1 if host else share.layers
-        blocks = layers_in_flight(run, share.stage, held, share.over)  # of all micro-batches
-        of_chunk = held // run.virtual_stages
+        live_layers = 1 if host else share.layers
+        blocks = layers_in_flight(run, share.stage, live_layers, share.backward_passes_done)  # of all micro-batches
+        of_chunk = live_layers // run.virtual_stages
         if share.chunk is not None:
             chunks = chunks_of(spec, run, share.stage)
-            flying = chunks_in_flight(run, share.stage, chunks, share.chunk, share.begun)
+            flying = chunks_in_flight(run, share.stage, chunks, share.chunk, share.first_chunk_in_backward)
             blocks, of_chunk = sum(map(mul, flying, chunks)), chunks[share.chunk]
-        self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
+        self.activations_by_kind = {kind: size * blocks for kind, size in saved_by_kind.items() if size}
         # Where one of `every` blocks is recomputed, counted through a rank's virtual stages, these keep others.
         every, inputs = stack.recomputes_one_in, block_inputs(share)
         if every and share.chunk is not None:
@@ -138,30 +140,30 @@ class StepMemory:
             again = sum(number * (end - start) for number, start, end in zip(flying, ends, ends[1:], strict=False))
             self.activations_by_kind = {kind: whole.get(kind, 0) * (blocks - again) + inputs.get(kind, 0) * again
                                         for kind in self.activations_by_kind}  # fmt: skip
-        self.block = sum(kept.values())  # what one block keeps of one micro-batch
+        self.block = sum(saved_by_kind.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
         self.activations = sum(self.activations_by_kind.values()) + self.outside
         # What the last one keeps less than the average, and the last two; what the first keeps more.
-        self.uneven, self.first_more = (0, 0), 0
+        self.lighter_last_blocks, self.first_more = (0, 0), 0
         if every:
             self.first_more = (every > 1) * (sum(whole.values()) - self.block)
             number = share.layers if share.chunk is None else sum(chunks[: share.chunk + 1])
             last = [sum((whole if (number - back) % every else inputs).values()) for back in (0, 1)]
-            self.uneven = self.block - last[0], 2 * self.block - sum(last)
+            self.lighter_last_blocks = self.block - last[0], 2 * self.block - sum(last)
         # What torchtune sends to the host is there until five more have been kept (training/_activation_offloading.py,
         # max_fwd_stash_size), of blocks the inputs; the final norm's replace them.
         self.stashed = self.block * min(STASHED, share.layers - 1) if host else 0
         # Left when the last block's backward begins.
         self.last_block = self.block * (blocks - of_chunk + 1)
         # Of the micro-batches that wait while one's backward ends.
-        passes = passes_in_flight(run, share.stage, share.over)
+        passes = passes_in_flight(run, share.stage, share.backward_passes_done)
         self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
-        self.backward = block_backward(share, kept, whole)
+        self.backward = block_backward(share, saved_by_kind, whole)
         other = share.remade_masks > 1  # else the first and the last block's are the same
-        self.last_backward = block_backward(share, kept, whole, first=False) if other else self.backward
+        self.last_backward = block_backward(share, saved_by_kind, whole, first=False) if other else self.backward
         self.recomputed = self.backward.recomputed
         # What the first block keeps less, of all micro-batches.
-        first = micro_batches_in_flight(run, share.stage, over=share.over)
+        first = micro_batches_in_flight(run, share.stage, done=share.backward_passes_done)
         for kind, less in per_device(without_gradient(share), run).items():
             if less:
                 self.activations_by_kind[kind] -= less * first
@@ -196,10 +198,11 @@ class StepMemory:
         # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them. In a
         # pipeline both lie in buffers: what a stage received, for as long as it runs, and the gradient of what it sent.
         self.replaced = outer_activations(share) if block else norm_replaced(share)
-        self.ends = 0  # what the stage received and sent, and others' outside, when its first block's backward begins
+        # What the stage received and sent, and others' outside, when its first block's backward begins.
+        self.at_stage_ends = 0
         if stack.torch_stages and run.pp > 1:
             self.replaced += (not share.first) * between_stages(share)
-            self.ends = self.outside - (self.replaced if share.last else 0)
+            self.at_stage_ends = self.outside - (self.replaced if share.last else 0)
         # What torchtune brought back stays until the node of backward is over that brings back the next
         # (training/_activation_offloading.py, bwd_tensor_stash): the final norm's input, cast, and a block's. In an
         # eager block without an adapter beside w2 that node is w2's product.
@@ -215,7 +218,7 @@ class StepMemory:
         before = reached(share)
         later = int8_inputs(share) * (share.layers - 1)
         self.contexts = later + int8_inputs(share, 0 if before is None else before + 1)
-        self.named_graph = leaf + self.contexts if share.over and run.pp == 1 else 0
+        self.named_graph = leaf + self.contexts if share.backward_passes_done and run.pp == 1 else 0
         self.last_block += later
         self.others += self.contexts
         self.update = max(self.gradients.update_casts, leaf + optimizer_temporaries(share, self.states))
@@ -234,16 +237,16 @@ class StepMemory:
             return [
                 moment
                 for chunk, layers in enumerate(chunks)
-                for begun in {0, chunk, chunk + 1}
-                if any(chunks_in_flight(share.run, share.stage, chunks, chunk, begun))
-                for moment in type(self)(_of_chunk(share, chunk, begun)).moments()
+                for first_chunk in {0, chunk, chunk + 1}
+                if any(chunks_in_flight(share.run, share.stage, chunks, chunk, first_chunk))
+                for moment in type(self)(_of_chunk(share, chunk, first_chunk)).moments()
                 if layers or "block" not in moment.name
             ]
         every = share.run.accumulation * number  # where all are in flight, nothing is before them
-        alone = share.over and share.run.pp > 1 and share.chunk is None
+        alone = share.backward_passes_done and share.run.pp > 1 and share.chunk is None
         alone = alone and passes_in_flight(share.run, share.stage) == every
-        before = type(self)(replace(share, over=0)) if alone else None
-        found = [
+        before = type(self)(replace(share, backward_passes_done=0)) if alone else None
+        moments = [
             Moment("load", "weights loaded", loaded),
             *(self._gathering() if self.sharded else ()),
             *(before._forward() + before._backward() if before else ()),
@@ -252,27 +255,27 @@ class StepMemory:
             *(self._reducing() if self.sharded else ()),
             self._moment("optimizer", "the update", other=self.update - self.sent, activations=self.contexts, **update),
         ]
-        if not (apart := self._apart(found)):
-            return found
-        return [moment._replace(parts={**moment.parts, "optimizer": moment.parts["optimizer"] + apart * (number > 0)})
-                for number, moment in enumerate(found)]  # fmt: skip
+        if not (extra := self._beyond_states(moments)):
+            return moments
+        return [moment._replace(parts={**moment.parts, "optimizer": moment.parts["optimizer"] + extra * (number > 0)})
+                for number, moment in enumerate(moments)]  # fmt: skip
 
-    def _apart(self, found: list[Moment]) -> int:
+    def _beyond_states(self, moments: list[Moment]) -> int:
         """Return what the allocator gives beyond the states' sizes. The first update makes them in what the step before
         it left free, as many as there is room for; where they are made in backward, there is little."""
         run, states = self.share.run, 2 * self.share.bytes.states * self.states.trained
-        if not self.apart or stack_of(run).steps_in_backward(run):
-            return self.apart
-        *step, update = (moment.total for moment in found)
+        if not self.unsplit_states or stack_of(run).steps_in_backward(run):
+            return self.unsplit_states
+        *step, update = (moment.total for moment in moments)
         free = max(step) - (update - self.update)
-        return int(self.apart * max(0, 1 - free / states))
+        return int(self.unsplit_states * max(0, 1 - free / states))
 
     def _moment(self, phase: str, name: str, gathered: int = 0, other: int = 0, **parts: int) -> Moment:
         """Return the moment of what is resident, `gathered` weights, `other` temporaries, and the `parts` named."""
-        found = {**self.resident, **parts}
-        found["other"] += other
-        found[self.gathered_part] += gathered
-        return Moment(phase, name, found)
+        sizes = {**self.resident, **parts}
+        sizes["other"] += other
+        sizes[self.gathered_part] += gathered
+        return Moment(phase, name, sizes)
 
     def _forward(self) -> list[Moment]:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated,
@@ -285,10 +288,10 @@ class StepMemory:
         stashed = min(self.stashed, self.block * (STASHED - 1))
         activations, before = self.activations - self.outside + casts + stashed + self.named_graph, []
         if units.experts:  # the output of their all-gather stays until the next block's are copied out
-            held = units.experts if own_ranks(self.share.run) > 1 else 0
-            before.append(moment("the second-to-last block of forward", gathered + ahead + held,
+            expert_weights = units.experts if own_ranks(self.share.run) > 1 else 0
+            before.append(moment("the second-to-last block of forward", gathered + ahead + expert_weights,
                                  self.between + self.in_forward, activations=activations - self.block))  # fmt: skip
-            ahead = units.head + held
+            ahead = units.head + expert_weights
         return [
             *before,
             moment("the last block of forward", gathered + ahead, self.between + self.in_forward,
@@ -307,14 +310,14 @@ class StepMemory:
         activations = self.activations - self.outside - self.block + self.casts - self.block_cast + self.stashed
         activations += self.named_graph
         last = units.resident + units.prefetched + 2 * units.block
-        found = [
+        moments = [
             moment("the first block gathered", (1 if units.head else 2) * units.outside + 2 * units.block),
             moment("the last block gathered", last, self.between, activations=activations),
         ]
         if units.head:
             gathered = units.resident + units.prefetched + 2 * units.head
-            found.append(moment("the head gathered", gathered, activations=self.activations))
-        return found
+            moments.append(moment("the head gathered", gathered, activations=self.activations))
+        return moments
 
     def _backward(self) -> list[Moment]:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
@@ -339,14 +342,14 @@ class StepMemory:
             in_norm.append(in_blocks("the final norm's backward", around_loss, in_norm_written_out + self.around_loss,
                                      gradients=grads.after_head, activations=activations))  # fmt: skip
         in_second = []
-        if self.share.run.pp > 1 and any(self.uneven) and self.layers > 2:
+        if self.share.run.pp > 1 and any(self.lighter_last_blocks) and self.layers > 2:
             share = self.share
-            new = not grads.accumulated if share.chunk is None else share.begun > share.chunk
+            new = not grads.accumulated if share.chunk is None else share.first_chunk_in_backward > share.chunk
             first = units.block_reduction if new else 0
             in_second.append(in_blocks("the second block of backward", gathered + in_pipeline, working,
                                        gradients=grads.after_head + first + own_gradients,
                                        activations=self.activations - self.replaced - self.block + self.recomputed
-                                       + self.uneven[1]))  # fmt: skip
+                                       + self.lighter_last_blocks[1]))  # fmt: skip
         return [
             moment("the gradient of the logits", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
@@ -357,15 +360,15 @@ class StepMemory:
             in_blocks("the first block of backward", gathered + (units.prefetched or in_pipeline - units.experts),
                       of_head + working,
                       gradients=grads.after_head + own_gradients,
-                      activations=self.activations - self.replaced + self.recomputed + self.uneven[0]
+                      activations=self.activations - self.replaced + self.recomputed + self.lighter_last_blocks[0]
                       + (self.kept_casts or self.block_cast) - self.read_cast),
             *in_second,
-            in_blocks("the last block of backward", self.left + units.block, reduction + self.last_working,
+            in_blocks("the last block of backward", self.still_gathered + units.block, reduction + self.last_working,
                       gradients=grads.stored.before_last + self.last_backward.gradients,
-                      activations=self.last_block + self.ends + self.recomputed + self.block_cast
+                      activations=self.last_block + self.at_stage_ends + self.recomputed + self.block_cast
                       - self.read_cast),
-            in_blocks("the embedding's gradient", self.left + units.block - freed, reduction + grads.embedding,
-                      gradients=grads.stored.after_blocks, activations=self.others),
+            in_blocks("the embedding's gradient", self.still_gathered + units.block - freed,
+                      reduction + grads.embedding, gradients=grads.stored.after_blocks, activations=self.others),
         ]  # fmt: skip
 
     def _reducing(self) -> list[Moment]:
@@ -381,7 +384,7 @@ class StepMemory:
         late = waits(self.share.run)
         reducing = units.block_reduction + (0 if late or self.share.run.pp > 1 else units.block_gradients)
         ranks = self.share.run.dp_shard * self.share.run.cp
-        last_but_one = units.block + (units.prefetched or units.block + units.experts) + self.left
+        last_but_one = units.block + (units.prefetched or units.block + units.experts) + self.still_gathered
         last_but_one -= units.outside if units.head else 0
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
         head_shard, outside_shard = units.head_reduction // ranks, 0
@@ -389,7 +392,7 @@ class StepMemory:
         after_first = grads.after_head + (shard - units.block_reduction if late else 0 if grads.accumulated else shard)
         if units.head:
             outside_shard = units.outside_shard
-        found = []
+        moments = []
         if units.head:
             if self.share.run.pp > 1:  # when all is through, after those of blocks
                 reduced = units.head_reduction + self.layers * units.block_shard
@@ -398,10 +401,10 @@ class StepMemory:
                 whole = units.head_gradients + units.head_reduction
                 now = moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                              gradients=grads.accumulated + head_shard, activations=self.activations)  # fmt: skip
-            found.append(now)
+            moments.append(now)
         elif self.share.run.zero == 3 and stack_of(self.share.run).reshards_model:
             logits = self.loss.head if units.at_loss == 0 else self.loss.waiting
-            found.append(moment("embedding and head gathered again", 2 * units.outside, logits=logits,
+            moments.append(moment("embedding and head gathered again", 2 * units.outside, logits=logits,
                                 gradients=grads.accumulated,
                                 activations=self.activations + self.kept_casts))  # fmt: skip
         # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
@@ -416,28 +419,29 @@ class StepMemory:
         if share.last and not (flat or units.head or share.spec.tied or share.run.lora):
             width = reduced_bytes(share.run, share.bytes) if late else share.bytes.gradients
             made += width * share.spec.vocab * share.spec.hidden // share.run.tp
-        found += [
+        moments += [
             moment("the first block's gradients reduced", gathered + joined, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
-            moment("the last block's gradients reduced", self.left + joined, reducing,
+            moment("the last block's gradients reduced", self.still_gathered + joined, reducing,
                    gradients=grads.reducing.before_last),
             moment("the other gradients reduced", units.outside if flat else 0,
                    units.outside_reduction + max(0 if late else units.outside_gradients, made),
                    gradients=grads.reducing.after_blocks + outside_shard - earlier),
         ]  # fmt: skip
         if late:
-            found.append(moment("the embedding's gradient, the last time", self.left, units.block_reduction +
-                                grads.embedding, gradients=grads.reducing.after_blocks))  # fmt: skip
+            moments.append(moment("the embedding's gradient, the last time", self.still_gathered,
+                                  units.block_reduction + grads.embedding,
+                                  gradients=grads.reducing.after_blocks))  # fmt: skip
         # One with a reduction behind it and a block gathered, or still whole, before it; a pipeline reduces when all is
         # through.
         if self.layers > 2 and self.share.run.pp == 1:
             stays = units.resident - units.block - 2 * units.experts
             gathered = units.resident + units.block + units.prefetched if units.prefetched else stays
-            found += [
+            moments += [
                 moment("the second block of backward", gathered,
                        behind + self.working,
                        gradients=after_first + self.backward.gradients,
-                       activations=activations + self.recomputed + self.uneven[1]
+                       activations=activations + self.recomputed + self.lighter_last_blocks[1]
                        + (0 if self.kept_casts else self.block_cast)),
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=after_first,
                        activations=activations - self.block),
@@ -447,12 +451,12 @@ class StepMemory:
                 moment("the second-to-last block's gradients", last_but_one, self.between + reducing,
                        gradients=grads.reducing.before_last_two, activations=self.last_block + self.first_more),
             ]  # fmt: skip
-        return found
+        return moments
 
 
-def passes_in_flight(run: Training, stage: int, over: int = 0) -> int:
-    """Return how many forward passes through its stages a rank is ahead of its backward passes at most, once `over` of
-    these are over.
+def passes_in_flight(run: Training, stage: int, done: int = 0) -> int:
+    """Return how many forward passes through its stages a rank is ahead of its backward passes at most, once `done` of
+    these are done.
 
     1F1B: pp - stage, if there are as many micro-batches. GPipe: all of them. Interleaved: warm-up runs
     2 (pp - stage - 1) + (virtual_stages - 1) pp passes ahead (Megatron-LM, core/pipeline_parallel/schedules.py,
@@ -467,21 +471,21 @@ def passes_in_flight(run: Training, stage: int, over: int = 0) -> int:
     if run.pp == 1:
         return 1
     if run.schedule == "gpipe":
-        return run.accumulation - over
+        return run.accumulation - done
     later = run.pp - stage - 1
     ahead = later + 1 if run.virtual_stages == 1 else 2 * later + (run.virtual_stages - 1) * run.pp + 1
-    return min(ahead, run.accumulation * run.virtual_stages - over)
+    return min(ahead, run.accumulation * run.virtual_stages - done)
 
 
-def chunks_in_flight(run: Training, stage: int, chunks: tuple[int, ...], chunk: int, begun: int) -> list[int]:
+def chunks_in_flight(run: Training, stage: int, chunks: tuple[int, ...], chunk: int, first_chunk: int) -> list[int]:
     """Return of how many micro-batches a rank keeps what each of its virtual stages does, when it keeps most layers, of
-    which these have so many as `chunks` says, and `chunk` runs backward, while passes through those from `begun` on are
-    over, and through none before it. Nothing is kept where that never is.
+    which these have so many as `chunks` says, and `chunk` runs backward, while passes through those from `first_chunk`
+    on are over, and through none before it. Nothing is kept where that never is.
 
     Backward takes pp micro-batches through the rank's last virtual stage, then as many through the one before.
 
     >>> run = Training(pp=2, accumulation=4, virtual_stages=2)
-    >>> [chunks_in_flight(run, 1, (3, 1), chunk=0, begun=begun) for begun in (0, 1, 2)]
+    >>> [chunks_in_flight(run, 1, (3, 1), chunk=0, first_chunk=first) for first in (0, 1, 2)]
     [[3, 0], [3, 0], [0, 0]]
     """
     number = run.virtual_stages
@@ -489,67 +493,69 @@ def chunks_in_flight(run: Training, stage: int, chunks: tuple[int, ...], chunk: 
     ahead = 2 * (run.pp - stage - 1) + (number - 1) * run.pp + 1
     best: list[int] = [0] * number
     for back in range(every):
-        over = max(0, number - 1 - (back - 1) // run.pp) if back else number
-        if number - 1 - back // run.pp % number != chunk or over != begun:
+        first = max(0, number - 1 - (back - 1) // run.pp) if back else number
+        if number - 1 - back // run.pp % number != chunk or first != first_chunk:
             continue
-        held = [0] * number
-        for each in range(min(back + ahead, every)):
-            held[each // run.pp % number] += 1
-        for each in range(back):
-            held[number - 1 - each // run.pp % number] -= 1
-        best = max(best, held, key=lambda found: sum(map(mul, found, chunks)))
+        passes = [0] * number
+        for index in range(min(back + ahead, every)):
+            passes[index // run.pp % number] += 1
+        for index in range(back):
+            passes[number - 1 - index // run.pp % number] -= 1
+        best = max(best, passes, key=lambda counts: sum(map(mul, counts, chunks)))
     return best
 
 
-def layers_in_flight(run: Training, stage: int, layers: int, over: int = 0) -> int:
-    """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches; `over` as in
+def layers_in_flight(run: Training, stage: int, layers: int, done: int = 0) -> int:
+    """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches; `done` as in
     `passes_in_flight`.
 
     >>> layers_in_flight(Training(pp=4, accumulation=4, virtual_stages=8), 3, 8)
     29
     """
-    return -(-passes_in_flight(run, stage, over) * layers // run.virtual_stages)
+    return -(-passes_in_flight(run, stage, done) * layers // run.virtual_stages)
 
 
-def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False, over: int = 0) -> int:
+def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False, done: int = 0) -> int:
     """Return of how many micro-batches a rank keeps what its first stage does at most; with `last`, its last stage;
-    `over` as in `passes_in_flight`.
+    `done` as in `passes_in_flight`.
 
     Warm-up takes pp micro-batches through a rank's first stage, then as many through its second, and so on.
 
     >>> micro_batches_in_flight(Training(pp=4, accumulation=8, virtual_stages=2))
     7
     """
-    passes, of_group = passes_in_flight(run, stage, over), run.pp * run.virtual_stages
+    passes, of_group = passes_in_flight(run, stage, done), run.pp * run.virtual_stages
     if run.virtual_stages == 1:
         return passes
     groups, more = divmod(passes, of_group)
-    begun = max(0, more - (of_group - run.pp)) if last else min(more, run.pp)
-    return min(groups * run.pp + begun, run.accumulation)
+    in_group = max(0, more - (of_group - run.pp)) if last else min(more, run.pp)
+    return min(groups * run.pp + in_group, run.accumulation)
 
 
-def _of_chunk(share: Share, chunk: int, begun: int) -> Share:
+def _of_chunk(share: Share, chunk: int, first_chunk: int) -> Share:
     """Return the share of a rank whose virtual stage `chunk` runs: only its last one has the head, its first the
-    embedding. Passes backward through those from `begun` on are over."""
+    embedding. Passes backward through those from `first_chunk` on are over."""
     first, last = share.first and chunk == 0, share.last and chunk == share.run.virtual_stages - 1
-    return replace(share, first=first, last=last, chunk=chunk, begun=begun, over=int(begun <= chunk))
+    return replace(share, first=first, last=last, chunk=chunk, first_chunk_in_backward=first_chunk,
+                   backward_passes_done=int(first_chunk <= chunk))  # fmt: skip
 
 
 def _outside_in_flight(share: Share, waiting: int) -> int:
     """Return the bytes kept outside blocks by all passes in flight, of which a rank's first stage has the embedding and
     the last one the head; `waiting` is what the loss of one keeps until its backward begins."""
-    run, stage, over = share.run, share.stage, share.over
+    run, stage, done = share.run, share.stage, share.backward_passes_done
     if share.chunk is not None:
-        flying = chunks_in_flight(run, stage, chunks_of(share.spec, run, stage), share.chunk, share.begun)
+        flying = chunks_in_flight(run, stage, chunks_of(share.spec, run, stage), share.chunk,
+                                  share.first_chunk_in_backward)  # fmt: skip
         between = outer_activations(replace(share, first=False, last=False))
         first = outer_activations(replace(share, first=stage == 0, last=False))
         last = outer_activations(replace(share, first=False, last=stage == run.pp - 1))
         waits = waiting * max(0, flying[-1] - 1)
         return first * flying[0] + between * sum(flying[1:-1]) + last * flying[-1] + waits
-    ending = micro_batches_in_flight(run, stage, True, over)
+    ending = micro_batches_in_flight(run, stage, True, done)
     waits = waiting * (ending - 1) if share.last else 0
     if run.virtual_stages == 1:
         return outer_activations(share) * ending + waits
-    middle, passes = replace(share, first=False, last=False), passes_in_flight(run, stage, over)
-    ends = micro_batches_in_flight(run, stage, over=over) if share.first else ending if share.last else 0
+    middle, passes = replace(share, first=False, last=False), passes_in_flight(run, stage, done)
+    ends = micro_batches_in_flight(run, stage, done=done) if share.first else ending if share.last else 0
     return outer_activations(share) * ends + outer_activations(middle) * (passes - ends) + waits

@@ -31,8 +31,8 @@ class Share:
     layers: int  # of the stage
     tokens: int  # T: the micro-batch's tokens after context parallelism has divided them
     chunk: int | None  # the virtual stage that runs, of several that are counted one by one
-    begun: int  # then the first virtual stage of which a backward pass is over; virtual_stages: of none
-    over: int  # backward passes of the step before its highest moments; once one is over, all gradients exist
+    first_chunk_in_backward: int  # then the first virtual stage with a backward pass done; virtual_stages: none has
+    backward_passes_done: int  # before the step's highest moments; after one, all gradients exist
     loss_ranks: int  # over how many ranks the loss divides the vocabulary
     sequence_ranks: int  # over how many ranks sequence parallelism divides the tokens of what lies between products
     bytes: Bytes  # per element of each kind of tensor
@@ -136,8 +136,8 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         layers=layers_of(spec, run)[stage],
         tokens=run.tokens // run.cp,
         chunk=None,
-        begun=0,
-        over=min(1, run.accumulation - 1),
+        first_chunk_in_backward=0,
+        backward_passes_done=min(1, run.accumulation - 1),
         loss_ranks=run.tp if run.loss_parallel else 1,
         sequence_ranks=run.tp if run.sequence_parallel else 1,
         bytes=b,

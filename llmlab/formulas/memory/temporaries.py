@@ -82,8 +82,8 @@ def sent_back(share: Share) -> int:
     """Return the bytes of the gradient that a stage of torch's 1F1B sent last, which a variable has until the next is
     sent; the schedule of virtual stages has it until it is sent (torch/distributed/pipelining/schedules.py)."""
     run = share.run
-    held = stack_of(run).torch_stages and run.schedule == "1f1b" and run.virtual_stages == 1
-    return between_stages(share) if held and share.over and not share.first and run.pp > 1 else 0
+    waits = stack_of(run).torch_stages and run.schedule == "1f1b" and run.virtual_stages == 1
+    return between_stages(share) if waits and share.backward_passes_done and not share.first and run.pp > 1 else 0
 
 
 def described_bytes(rows: tuple[Kept, ...], share: Share) -> int:
@@ -130,10 +130,10 @@ def loss_bytes(share: Share) -> LossBytes:
             return LossBytes(forward, gradient, head, after)
         # torch's schedule has the logits in a variable until the next micro-batch's (schedules.py); what autograd keeps
         # is log_softmax's result, or where the loss is compiled the logits again.
-        kept = logits * c
-        held = kept if block.loss.gradient[0] < 2 else 0
-        waiting = kept + (4 * logits if block.loss.forward[1] else 0)
-        return LossBytes(forward, gradient + held, head + kept, after + kept, waiting)
+        saved_logits = logits * c
+        live_logits = saved_logits if block.loss.gradient[0] < 2 else 0
+        waiting = saved_logits + (4 * logits if block.loss.forward[1] else 0)
+        return LossBytes(forward, gradient + live_logits, head + saved_logits, after + saved_logits, waiting)
     # The head's own part of them, and where ranks gather it, what all sent and that in the order of words
     # (torch/distributed/_functional_collectives.py, all_gather_tensor).
     own = share.tokens * spec.vocab // run.tp * c
@@ -179,8 +179,10 @@ def dequantized(share: Share) -> int:
     return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
 
 
-def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], first: bool = True) -> BlockBackward:
-    """Return what the block takes whose backward runs, of which forward kept `kept` bytes by kind, and keeps `whole`
+def block_backward(
+    share: Share, saved_by_kind: dict[str, int], whole: dict[str, int], first: bool = True
+) -> BlockBackward:
+    """Return what the block takes whose backward runs, of which forward kept `saved_by_kind`, and keeps `whole`
     where nothing is recomputed. A compiled graph writes a mask out for all heads once, in its `first` block. Its own
     gradients, of several micro-batches, are added to the earlier ones, except where FSDP2 has only shards of those, or
     sums of another dtype."""
@@ -192,20 +194,21 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], fi
     own = own and (run.accumulation == 1 or (uses_fsdp(run) and not added))
     gradient = share.bytes.gradients if own else 0
     if block := block_of(share):
-        return max((_at(height, block, share, sum(kept.values()), gradient) for height in block.backward), key=sum)
+        saved_bytes = sum(saved_by_kind.values())
+        return max((_at(height, block, share, saved_bytes, gradient) for height in block.backward), key=sum)
     counts = spec.parameters_by_component
     gradients = gradient * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
     # What selective checkpointing kept is not made twice.
     # int8's contexts are gone with the graph of what is recomputed: see mlp.in_backward.
     recomputed = 0
     if run.checkpointing:
-        recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) - whole.get("int8 inputs", 0)
+        recomputed = sum(whole.values()) - saved_by_kind.get("matmul outputs", 0) - whole.get("int8 inputs", 0)
         if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm" or share.bytes.residual == 4:
-            recomputed -= kept["block inputs"]  # the first norm's own
+            recomputed -= saved_by_kind["block inputs"]  # the first norm's own
     # What blocks were given is summed again over what products returned. Keys and values that adapters add to are made
     # for all heads first, in all blocks, as simulations show.
-    sums = [each for each in adapted(spec, run) if each.name in ("k_proj", "v_proj")]
-    if sums and run.checkpointing and not kept["block inputs"]:
+    sums = [linear for linear in adapted(spec, run) if linear.name in ("k_proj", "v_proj")]
+    if sums and run.checkpointing and not saved_by_kind["block inputs"]:
         width = 2 * share.bytes.compute * (spec.query_width - spec.key_width)
         width -= adapters_stream(share) * len(sums) * spec.key_width
         recomputed += share.layers * share.tokens * max(0, width)
@@ -225,12 +228,12 @@ def forward_height(share: Share) -> int:
     block = block_of(share)
     if not block or not block.forward:
         return 0
-    return max(described_bytes(each.beside, share) - described_bytes(
-        () if share.recomputes_last else tuple(row for row in block.saved if row.operator in each.gone), share)
-        for each in block.forward)  # fmt: skip
+    return max(described_bytes(height.beside, share) - described_bytes(
+        () if share.recomputes_last else tuple(row for row in block.saved if row.operator in height.gone), share)
+        for height in block.forward)  # fmt: skip
 
 
-def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) -> BlockBackward:
+def _at(height: Height, block: Block, share: Share, saved_bytes: int, gradient: int) -> BlockBackward:
     """Return what a described block takes at `height`, with `gradient` bytes for an element of its gradients."""
     rows = tuple(row for row in block.saved if row.operator not in height.gone)
     spec = share.spec
@@ -240,7 +243,7 @@ def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) ->
     return BlockBackward(
         temporaries=described_bytes(height.beside, share),
         gradients=gradient * elements // (share.spec.layers * share.run.tp),
-        recomputed=described_bytes(rows, share) - kept,
+        recomputed=described_bytes(rows, share) - saved_bytes,
     )
 
 
