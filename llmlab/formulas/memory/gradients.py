@@ -68,7 +68,7 @@ def gradients(share: Share, states: States) -> Gradients:
         there, once = _of_chunks(share, states, every)
     accumulated = there + wide
     stored = Stored(there, there, there) if accumulates else Stored(every, every, every) if run.offload else once
-    if first_alone := late and run.accumulation == 2:  # the first backward pass stores whole ones, the second frees them
+    if first_alone := late and run.accumulation == 2:  # the second backward pass frees the whole ones
         stored = once
     if accumulates and share.compiled and run.world_size == 1:  # a graph returns all of them before the first is added
         stored = Stored(*(there + now for now in once))
