@@ -154,6 +154,29 @@ explain.epilog = "Exit codes: 0 = the formula is printed; 2 = invalid input, or 
 
 @_verb
 @_model
+@click.option("--for", "name", required=True, metavar="SIZE",
+              help="seq-len, micro-batch or lora-rank of a training run, seq-len or batch of a generation, or gpu.")
+@_gpu(help="GPU that the run must fit (a name listed by `llmlab gpus`, or a memory such as 48GB); not with --for gpu.")
+@click.option("--simulate/--no-simulate", default=True, show_default=True,
+              help="Confirm the answer by simulation, which takes minutes, or by estimates alone.")  # fmt: skip
+@_json
+def solve(
+    context: click.Context, model: str, name: str, gpu: str | None, simulate: bool, as_json: bool, **_: Any
+) -> int:
+    """Find the largest size of a run that fits a GPU, or the smallest GPU.
+
+    For example, --for seq-len finds the longest sequence. The size itself need not be given.
+    """
+    found = verbs.solve(model, run_from(context), gpu, name.replace("-", "_"), simulate=simulate)
+    _print(_dump(found.to_dict()) if as_json else found)
+    return EXIT[found.outcome]
+
+
+solve.epilog = "Exit codes: 0 = a size or a GPU fits; 1 = none fits; 2 = unknown or invalid input."
+
+
+@_verb
+@_model
 @click.option("--device", metavar="NAME", help="cuda, mps or cpu; default: the first of these that this machine has.")
 @_json
 def measure(context: click.Context, model: str, device: str | None, as_json: bool, **_: Any) -> int:
