@@ -124,11 +124,12 @@ def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: boo
     @cache
     def estimate(place: int) -> tuple[Report, Verdict]:
         changed, there = at(values[place])
-        return derived(spec, changed, with_margin(there))
+        return derived(spec, changed, with_margin(fully_used(there)))
 
     @cache
     def simulation(place: int) -> Report:
-        answer = simulated_run(spec.config, *at(values[place]))
+        changed, there = at(values[place])
+        answer = simulated_run(spec.config, changed, fully_used(there))
         if isinstance(answer, str):
             raise NotAvailable(answer)
         return answer
@@ -150,8 +151,8 @@ def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: boo
     if simulate and out:
         try:
             best, over = _decided(sure, out, simulation, tried)
-            notes.append(Note("margin", f"Simulations leave {100 * MARGIN:.0f} % of the GPU free, because the memory that an "
-                              "allocator reserves differs between runs."))  # fmt: skip
+            free = f"Simulations leave {100 * MARGIN:.0f} % of the GPU free"
+            notes.append(Note("margin", f"{free}, because the memory that an allocator reserves differs between runs."))
         except NotAvailable as error:
             notes.append(Note("not-simulated", f"Not simulated: {error}."))
             tried.clear()
@@ -198,11 +199,11 @@ def _candidates(
     if name == "gpu":
         if card is not None:
             raise SpecError(f"gpu={card.name!r} was given, and the smallest GPU is asked for; leave one of them out")
-        cards = {each.name: fully_used(each) for each in gpus() if each.vendor == "NVIDIA" and _can_be(spec, run, each)}
+        cards = {each.name: each for each in gpus() if each.vendor == "NVIDIA" and _can_be(spec, run, each)}
         return sorted(cards, key=lambda each: -cards[each].memory), lambda value: (run, cards[value])
     if card is None:
         raise SpecError(f"{name} depends on the GPU, and none was given; name one, or ask for 'gpu'")
-    where = fully_used(card)
+    where = card  # which is not None below
     if name == "seq_len":
         return _lengths(spec, run), lambda value: (_of_length(run, value), where)
     if name == "lora_rank":
