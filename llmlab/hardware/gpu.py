@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -173,7 +173,7 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
             raise SpecError(f"{name!r} means {several[1]} GPUs, but one is expected; give {several[2]!r}, and set the "
                             f"number of GPUs with dp, tp, pp or cp: for example dp={several[1]}")  # fmt: skip
         known = [called for card in gpus() for called in (card.name, *card.aliases)]
-        raise unknown_name("GPU", name, known, "`llmlab gpus` lists all.")
+        raise unknown_name("GPU", name, known, "`llmlab gpus` lists all; of another GPU give the memory, such as 24GB.")
     return found[0]
 
 
@@ -189,15 +189,21 @@ def assumed_memory(name: GPU | str | None) -> tuple[Note, ...]:
     if size := SIZE.fullmatch(name.strip()):
         return (_memory_note(card, size),)
     others: dict[int, str] = {}  # by GiB: boards of one memory differ in little else
-    for each in gpus():
-        named = (_words(called) for called in (each.name, *each.aliases))
-        sized = any(other[: len(words)] == words and re.match(r"\d+gb", (*other, "")[len(words)]) for other in named)
-        if sized and abs(each.memory - card.memory) > MEMORY_TOLERANCE / 5 * card.memory:
+    for each in _sized(words):
+        if abs(each.memory - card.memory) > MEMORY_TOLERANCE / 5 * card.memory:
             others.setdefault(each.memory >> 30, each.name)
     if not others:
         return ()
     give = f"If yours has another memory size, give {' or '.join(others.values())}"
     return (Note("gpu-memory-assumed", f"{name} is taken to be {card.name}. {give}."),)
+
+
+def _sized(words: tuple[str, ...]) -> Iterator[GPU]:
+    """Yield the GPUs whose name, or one of whose aliases, is `words` and a size of memory."""
+    for card in gpus():
+        named = (_words(called) for called in (card.name, *card.aliases))
+        if any(other[: len(words)] == words and re.match(r"\d+gb", (*other, "")[len(words)]) for other in named):
+            yield card
 
 
 def _of_memory(size: re.Match[str]) -> GPU:
@@ -255,9 +261,10 @@ def gpus() -> tuple[GPU, ...]:
 def match(device_name: str, memory: int) -> GPU | None:
     """Return the card whose driver calls it `device_name` and shows `memory` bytes, or None.
 
-    Some names belong to several cards (the RTX 3060 and 4060 Ti come in two sizes): memory must agree within 5 %.
+    Some names belong to several cards (the RTX 3060 and 4060 Ti come in two sizes): memory must agree within 5 %, and a
+    card may have its size in its name here.
     """
-    for card in _by_name().get(_plain(device_name), ()):
+    for card in (*_by_name().get(_plain(device_name), ()), *_sized(_words(device_name))):
         if abs(memory - card.memory) <= MEMORY_TOLERANCE * card.memory:
             return card
     return None
