@@ -162,7 +162,7 @@ def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: boo
     found = trial(best, best in tried) if best >= 0 else None
     refused = trial(over, over in tried) if over < len(values) else None
     if found and not refused:
-        notes.append(_limit(spec, run, name, found))
+        notes.append(_limit(spec, name))
     if not found:
         assert refused
         notes += _ways_out(spec, *at(values[0]), refused, name)
@@ -186,7 +186,7 @@ def _decided(
             fitting = bisect_left(among, True, key=over)
             if fitting:
                 return among[fitting - 1], among[fitting] if fitting < len(among) else out
-            out = among[0]
+            out = among[0] if among else out
     return -1, 0
 
 
@@ -200,6 +200,8 @@ def _candidates(
         if card is not None:
             raise SpecError(f"gpu={card.name!r} was given, and the smallest GPU is asked for; leave one of them out")
         cards = {each.name: each for each in gpus() if each.vendor == "NVIDIA" and _can_be(spec, run, each)}
+        if not cards:
+            raise SpecError("no GPU of `llmlab gpus` can run this; change its precision or attention")
         return sorted(cards, key=lambda each: -cards[each].memory), lambda value: (run, cards[value])
     if card is None:
         raise SpecError(f"{name} depends on the GPU, and none was given; name one, or ask for 'gpu'")
@@ -247,7 +249,7 @@ def _of_length(run: Run, tokens: int) -> Run:
     return replace(run, seq_len=tokens)
 
 
-def _limit(spec: ModelSpec, run: Run, name: str, found: Trial) -> Note:
+def _limit(spec: ModelSpec, name: str) -> Note:
     """Say what the limit is where memory is not."""
     why = {
         "seq_len": f"{spec.name} has {spec.max_positions:,} learned positions, so memory is not the limit",

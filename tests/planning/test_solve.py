@@ -25,6 +25,17 @@ def test_the_largest_micro_batch_fits_in_a_simulation_and_the_next_does_not():
     assert found.outcome == "fits" and found.to_dict()["value"] == found.value
 
 
+def test_where_the_simulation_refutes_even_the_smallest_nothing_fits():
+    """One sequence whose tensors alone just fit has no room for the allocator's segments."""
+    run = lab.Training(seq_len=512)
+    tensors = lab.estimate(TINY, run, SMALL).peak_allocated
+    full = replace(SMALL, memory=int((tensors + SMALL.context + (64 << 10)) / 0.96))
+    found = lab.solve(TINY, run, full, "micro_batch")
+    assert found.value is None and found.over.value == 1 and found.over.simulation.outcome == "out of memory"
+    assert lab.estimate(TINY, run, with_margin(full)).outcome == "unknown"
+    assert "problem" in {note.code for note in found.notes}
+
+
 def test_by_estimates_the_answer_is_the_last_that_is_sure_to_fit():
     card = lab.gpu("A100-80GB")  # its context is known, so a plan's margin is all that is left free
     found = lab.solve(LLAMA, RUN, card, "seq_len", simulate=False)
