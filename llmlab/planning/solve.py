@@ -6,6 +6,7 @@ and the first that surely does not; simulations decide between the two.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from ..specs.check import check
 from ..specs.images import images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, Run, Training
-from .confirm import MARGIN, progress, simulated_run, with_margin
+from .confirm import MARGIN, simulated_run, with_margin
 from .levers import derived, fix
 
 # What can be asked for: its name in a sentence, and its unit.
@@ -129,6 +130,8 @@ def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: boo
     @cache
     def simulation(place: int) -> Report:
         changed, there = at(values[place])
+        if sys.stderr.isatty():  # a large model takes a minute
+            print(f"simulating {name}={_shown(values[place])} on {there.name}", file=sys.stderr)
         answer = simulated_run(spec.config, changed, fully_used(there))
         if isinstance(answer, str):
             raise NotAvailable(answer)
@@ -177,16 +180,14 @@ def _decided(
     step = max(1, sure // FINE)
 
     def over(place: int) -> bool:
-        told(len(tried), len(tried) + 1)
         tried[place] = simulation(place).outcome != "fits"
         return tried[place]
 
-    with progress() as told:
-        for among in (range(max(0, sure - 1), out, step), range(0, max(0, sure - 1), step)):
-            fitting = bisect_left(among, True, key=over)
-            if fitting:
-                return among[fitting - 1], among[fitting] if fitting < len(among) else out
-            out = among[0] if among else out
+    for among in (range(max(0, sure - 1), out, step), range(0, max(0, sure - 1), step)):
+        fitting = bisect_left(among, True, key=over)
+        if fitting:
+            return among[fitting - 1], among[fitting] if fitting < len(among) else out
+        out = among[0] if among else out
     return -1, 0
 
 
