@@ -100,8 +100,8 @@ def _answer(report: Report, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(help="GPU (a name listed by `llmlab gpus`), or cpu. Without --gpu, the command prints the memory needed, but "
-      "cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
+@_gpu(help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu. Without --gpu, the command "
+      "prints the memory needed, but cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
 @click.option("--vs", metavar="OPTIONS",
@@ -132,7 +132,7 @@ def _estimated(context: click.Context) -> Report:
 
 @_verb
 @_model
-@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`), or cpu.")
+@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu.")
 @_json
 def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
     """Simulate a run without a GPU.

@@ -319,7 +319,7 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     seconds: float | None
     low: float | None
     high: float | None
-    if card is None or card.by_memory or recording.engine.launches:
+    if card is None or recording.engine.launches:
         return rates
     if isinstance(run, Training):
         if stack_of(run).own_kernels:
