@@ -1,10 +1,13 @@
 """What fits: the answer is the last value whose simulation fits, or the smallest GPU."""
 
+import json
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
 import llmlab as lab
+from llmlab.cli.main import cli
 from llmlab.planning.confirm import with_margin
 
 TINY = {
@@ -96,3 +99,13 @@ def test_where_nothing_fits_the_way_out_does():
 def test_a_question_that_cannot_be_says_what_can(run, gpu, name, message):
     with pytest.raises(lab.SpecError, match=message):
         lab.solve("gpt2", run, gpu, name)
+
+
+@pytest.mark.parametrize(("words", "code", "value"), [
+    (["gpt2", "--for", "seq-len", "--gpu", "T4"], 0, 1024),
+    ([LLAMA, "--for", "micro-batch", "--gpu", "T4"], 1, None),
+    ([LLAMA, "--for", "lora-rank", "--lora", "8", "--gpu", "24GB", "--kernels", "liger"], 2, None),
+])  # fmt: skip
+def test_the_command_exits_with_whether_anything_fits(words, code, value):
+    done = CliRunner().invoke(cli, ["solve", *words, "--no-simulate", "--json"])
+    assert (done.exit_code, json.loads(done.stdout)["value"]) == (code, value)
