@@ -89,7 +89,7 @@ def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
 def _headline(report: ServingReport) -> str:
     memory = report.memory
     if report.latency is None:
-        missing = show_bytes(memory.per_request - memory.cache)
+        missing = show_bytes(memory.missing)
         return f"Does not fit: {missing} more are needed on each {report.gpu} for one request."
     return f"Fits: a cache of {show_bytes(memory.cache)} holds {memory.requests:,} requests, {memory.tokens:,} tokens."
 

@@ -25,6 +25,7 @@ REQUESTS = 400  # of a load given by a rate
 # the others are.
 FIRST_STEPS, TOGETHER = 5.4, 0.1
 FIRST_TOKEN = {"vllm": 0.0, "sglang": 0.31, "trtllm": 0.08}
+LLAMA_STEPS = 1  # llama.cpp samples the first token from the step that ends the prompt; the step before may be under way
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed
 
 
@@ -62,7 +63,10 @@ def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:
 def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     """Return by how much a first token comes later than its prompt is read: steps that are queued, the HTTP server."""
     step = Step(service.concurrency or 1, service.prompt_len)
-    return FIRST_STEPS * sum(step_seconds(spec, service, gpu, step).values()) + FIRST_TOKEN[service.engine]
+    seconds = sum(step_seconds(spec, service, gpu, step).values())
+    if service.engine == "llama.cpp":
+        return LLAMA_STEPS * seconds if (service.concurrency or 1) > 1 or service.rate else 0.0
+    return FIRST_STEPS * seconds + FIRST_TOKEN[service.engine]
 
 
 def prompt_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:

@@ -14,6 +14,7 @@ from ..specs.model import ModelSpec
 from .kernels import engine_kernels
 from .layers import Attention, LatentAttention, layers_of
 from .load import Latency, latency, prompt_seconds
+from .llamacpp import Buffers, buffers, slot_tokens
 from .memory import Memory, divided_memory
 from .service import Service
 from .step import Step, step_seconds
@@ -36,7 +37,7 @@ class ServingReport:
     model: str
     gpu: str
     service: Service
-    memory: Memory
+    memory: Memory | Buffers
     running: int
     latency: Latency | None
     time: dict[str, float]
@@ -62,20 +63,18 @@ class ServingReport:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON."""
         data = asdict(self) | {"outcome": self.outcome, "notes": [str(note) for note in self.notes]}
-        data["memory"] |= {"blocks": self.memory.blocks, "tokens": self.memory.tokens, "requests": self.memory.requests}
+        data["memory"] |= {"tokens": self.memory.tokens, "requests": self.memory.requests}
+        if isinstance(self.memory, Memory):
+            data["memory"]["blocks"] = self.memory.blocks
         data["tokens_per_second_per_gpu"] = self.tokens_per_second_per_gpu
         return data
 
     def __str__(self) -> str:
         memory, service = self.memory, self.service
         lines = [f"{self.model} on {service.gpus} × {self.gpu}, {service.engine}, weights in {service.weights}", ""]
-        sizes = (
-            ("budget", memory.budget), ("weights", memory.weights), ("outside of torch", memory.outside),
-            ("peak of a step", memory.activations), ("CUDA graphs", memory.graphs), ("KV cache", memory.cache),
-        )  # fmt: skip
-        lines += [f"{name:20}{show_bytes(size) if size >= 0 else '-' + show_bytes(-size):>12}" for name, size in sizes]
+        lines += memory.shown()
         if not self.latency:
-            missing = show_bytes(memory.per_request - memory.cache)
+            missing = show_bytes(memory.missing)
             return "\n".join([*lines, "", f"Out of memory: {missing} more are needed on each GPU.", *self._noted()])
         lines += [f"{'cache holds':20}{memory.tokens:>12,} tokens, {memory.requests:,} requests of this length", ""]
         times = self.latency
@@ -121,12 +120,15 @@ def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
 
 def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     """Return the service with the model's longest request filled in. Raises SpecError for what cannot be."""
-    longest = service.max_model_len or spec.max_positions
+    llamacpp = service.engine == "llama.cpp"
+    longest = service.max_model_len or (slot_tokens(service) if llamacpp else spec.max_positions)
     if longest > spec.max_positions:
         raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions")
     if service.prompt_len + service.output_len > longest:
         total = f"prompt_len={service.prompt_len} and output_len={service.output_len} are more"
         raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")
+    if llamacpp:
+        return replace(service, max_model_len=longest)
     units = {"fp8": "fp8", "nvfp4": "fp4"}.get(service.weights)
     if units and gpu.peak(units) is None:
         words = f'weights="{service.weights}": {gpu.name} has no {units} units'
@@ -140,6 +142,14 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
 
 def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
     notes = []
+    if service.engine == "llama.cpp":
+        words = "times are those of the weights' bytes at 80 % of the memory's bandwidth; no kernels were measured"
+        notes.append(Note("kernels-not-measured", words))
+        memory = divided_memory(spec, service, gpu)
+        if isinstance(memory, Buffers) and memory.offloaded < memory.layers:
+            words = f"layers on the CPU read its memory at {service.cpu_memory_gb_s:g} GB/s (--cpu-memory-gb-s)"
+            notes.append(Note("layers-on-the-cpu", words))
+        return notes
     if not engine_kernels(gpu).measured:
         words = f"no kernels of {gpu.name} were measured: times are those of its data sheet"
         notes.append(Note("kernels-not-measured", f"{words}, at 80 % of its bandwidth and 60 % of its peak"))
@@ -154,6 +164,9 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
 def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
     """Return the smallest change with which a request fits: more GPUs, then smaller weights."""
     tries: list[tuple[dict[str, Any], str]]
+    if service.engine == "llama.cpp":
+        most = buffers(spec, replace(service, n_gpu_layers=None), gpu)
+        return f"n_gpu_layers={most.offloaded}" if most.requests else None
     tries = [({"tp": count}, f"tp={count}") for count in (2, 4, 8) if count > service.tp]
     small = [kind for kind, units in (("fp8", "fp8"), ("nvfp4", "fp4"), ("awq", "bf16")) if gpu.peak(units)]
     tries += [({"weights": kind}, f'weights="{kind}"') for kind in small if kind != service.weights]

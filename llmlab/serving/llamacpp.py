@@ -1,0 +1,296 @@
+"""llama.cpp: its buffers on the GPU and in the CPU's memory, and the time of its steps.
+
+A model's last layers are on the GPU, as many as `n_gpu_layers` says, and the others on the CPU, where they run too. The
+cache is allocated when the server starts: for each slot, the tokens of the longest request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+
+from ..base.errors import SpecError
+from ..base.units import show_bytes
+from ..hardware.gpu import GPU
+from ..specs.gguf import BLOCKS, mix_named, stored
+from ..specs.model import ModelSpec
+from .kernels import BANDWIDTH, LAUNCH, engine_kernels
+from .layers import Attention, DenseMLP, Experts, LatentAttention, layers_of
+from .service import Service
+
+UBATCH = 512  # --ubatch-size's default: tokens that one pass over the weights reads (common/common.h, read 2026-11-29)
+PADDING = 256  # a slot's cache is a multiple of so many tokens (src/llama-context.cpp)
+MARGIN = 2**30  # bytes of a GPU that --fit leaves free (--fit-target's default)
+OFFLOADED_ROWS = 32  # with so many rows, layers of the CPU run on the GPU: ggml-cuda.cu, offload_op
+# Kernels of a layer, counted in ggml-cuda.cu: norms, quantized inputs, matmuls, rotary embedding, writing the cache,
+# attention, adding the residual; and those that choose experts.
+LAYER_KERNELS, EXPERT_KERNELS = 22, 6
+# Share of the int8 peak that matmuls of a whole ubatch reach (mmq.cu). Prompts of 512 tokens of Llama-2-7B in Q4_0 in
+# llama.cpp's discussion 15013: 0.28 on an RTX 3060, 0.25 on a 3090, 0.23 on a 5090, but 0.07 on an H100.
+MATMUL = 0.25
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of llama.cpp's buffers on the GPUs together and in the CPU's memory, by its own names.
+
+    `offloaded` of `layers` (the output layer is one) are on the GPU, of which `free` bytes are left by the CUDA
+    context. Each of `slots` has a cache of `cells` tokens.
+    """
+
+    free: int
+    outside: int
+    offloaded: int
+    layers: int
+    slots: int
+    cells: int
+    model: tuple[int, int]
+    kv: tuple[int, int]
+    compute: tuple[int, int]
+
+    graphs = 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the GPUs that are needed in addition to the CUDA context."""
+        return self.model[0] + self.kv[0] + self.compute[0]
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which the GPUs are too small; below 0 if they are not."""
+        return self.needed - self.free
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the model on the GPUs."""
+        return self.model[0]
+
+    @property
+    def activations(self) -> int:
+        """Bytes of the compute buffers on the GPUs."""
+        return self.compute[0]
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the cache on the GPUs."""
+        return self.kv[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the caches of all slots hold."""
+        return self.slots * self.cells
+
+    @property
+    def requests(self) -> int:
+        """Requests that run together: the slots, or none where the GPU is too small."""
+        return self.slots if self.missing <= 0 else 0
+
+    def shown(self) -> list[str]:
+        """Return the lines of a report."""
+        lines = [f"{'':20}{'GPU':>12}{'CPU':>12}"]
+        for name, sizes in (("model buffer", self.model), ("KV buffer", self.kv), ("compute buffer", self.compute)):
+            lines.append(f"{name:20}" + "".join(f"{show_bytes(size):>12}" for size in sizes))
+        lines.append(f"{'CUDA context':20}{show_bytes(self.outside):>12}")
+        lines.append(f"{'layers offloaded':20}{f'{self.offloaded}/{self.layers}':>12}")
+        return lines
+
+
+def buffers(spec: ModelSpec, service: Service, gpu: GPU) -> Buffers:
+    """Return the buffers of `service`; without `n_gpu_layers`, with as many layers on the GPU as --fit puts there.
+
+    Raises SpecError for more layers than the model has.
+    """
+    most = spec.layers + 1
+    if service.n_gpu_layers is not None:
+        if service.n_gpu_layers > most:
+            raise SpecError(f"n_gpu_layers={service.n_gpu_layers}: {spec.name} has {spec.layers} layers and the output "
+                            f"layer; give 0 to {most}, or None for as many as fit")  # fmt: skip
+        return _buffers(spec, service, gpu, service.n_gpu_layers)
+    fits = (_buffers(spec, service, gpu, count) for count in range(most, -1, -1))
+    return next((one for one in fits if one.missing + MARGIN * service.gpus <= 0), _buffers(spec, service, gpu, 0))
+
+
+@lru_cache(maxsize=1 << 10)
+def _buffers(spec: ModelSpec, service: Service, gpu: GPU, offloaded: int) -> Buffers:
+    on_gpu, on_cpu = _weights(spec, service.weights, offloaded)
+    share = max(0, offloaded - 1) / spec.layers
+    cells = slot_tokens(service)
+    kv = service.slots * cache_bytes(spec, service, cells)
+    inputs, layer, outputs = _compute(spec, service, cells)
+    return Buffers(
+        free=service.gpus * gpu.room(),
+        outside=service.gpus * (gpu.context or 0),
+        offloaded=offloaded,
+        layers=spec.layers + 1,
+        slots=service.slots,
+        cells=cells,
+        model=(on_gpu.bytes, on_cpu.bytes),
+        kv=(round(share * kv), kv - round(share * kv)),
+        compute=(
+            service.gpus * max(layer if offloaded > 1 else 0, outputs) if offloaded else 0,
+            inputs if offloaded == spec.layers + 1 else max(inputs + layer, outputs),
+        ),
+    )
+
+
+def slot_tokens(service: Service) -> int:
+    """Return the tokens of a slot's cache: those of the longest request, in whole paddings."""
+    return ceil((service.max_model_len or service.prompt_len + service.output_len) / PADDING) * PADDING
+
+
+def cache_bytes(spec: ModelSpec, service: Service, tokens: int) -> int:
+    """Return the bytes of the cache of one slot with so many tokens; layers with a window keep it and a ubatch."""
+    total = 0
+    for layer, count in layers_of(spec).kinds:
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            window = ceil(((mixer.window or tokens) + UBATCH) / PADDING) * PADDING
+            seen = min(tokens, window if mixer.window else tokens)
+            total += count * seen * 2 * _row(service.kv, mixer.kv_heads * mixer.head_dim)
+        elif isinstance(mixer, LatentAttention):
+            total += count * tokens * _row(service.kv, mixer.kv_rank + mixer.rope_dim)
+    return total
+
+
+def _row(kv: str, elements: int) -> int:
+    weights, size = BLOCKS[cache_type(kv).upper()]
+    return elements // weights * size
+
+
+def cache_type(kv: str) -> str:
+    """Return llama.cpp's name of a cache's type: 16 bits are its f16."""
+    return "f16" if kv in ("bf16", "fp16") else kv
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Of the tensors of one device: bytes, those read for each row and those of experts, and the same in elements."""
+
+    bytes: int
+    dense: int
+    experts: int
+    dense_elements: int
+    expert_elements: int
+    layers: int
+    head: int  # bytes of the output layer, which are in `bytes` alone
+
+
+@lru_cache(maxsize=256)
+def _weights(spec: ModelSpec, weights: str, offloaded: int) -> tuple[_Weights, _Weights]:
+    """Return the tensors of the GPU and of the CPU; the embedding is on the CPU."""
+    first = spec.layers + 1 - offloaded  # the first layer on the GPU
+    sums = [[0] * 5, [0] * 5]  # bytes, dense, experts, their elements
+    head = [0, 0]
+    for tensor in stored(spec, mix_named(weights)):
+        block = tensor.name.startswith("blk.")
+        cpu = int(block and int(tensor.name.split(".")[1]) < first)
+        if not block:
+            if tensor.name == "output":
+                cpu = int(not offloaded)
+                head[cpu] = tensor.bytes
+                sums[1][0] += tensor.bytes if spec.tied and offloaded else 0  # the embedding, once more
+            elif tensor.name == "token_embd":
+                cpu = 1
+            else:  # norms and biases of all layers together
+                vectors = round(tensor.bytes * max(0, offloaded - 1) / spec.layers)
+                sums[0][0] += vectors
+                sums[1][0] -= vectors
+                cpu = 1
+        sums[cpu][0] += tensor.bytes
+        if block:
+            kind = 1 if tensor.name.endswith("_exps") else 0
+            sums[cpu][1 + kind] += tensor.bytes
+            sums[cpu][3 + kind] += tensor.rows * tensor.columns
+    counts = (max(0, offloaded - 1), spec.layers - max(0, offloaded - 1))
+    gpu, cpu_ = (_Weights(*one, count, size) for one, count, size in zip(sums, counts, head, strict=True))
+    return gpu, cpu_
+
+
+def _compute(spec: ModelSpec, service: Service, cells: int) -> tuple[int, int, int]:
+    """Return the bytes of a step's inputs, of the widest layer, and of the outputs: numbers in fp32, as ggml computes.
+
+    A step has a ubatch of tokens, and an output for each slot (src/llama-context.cpp, sched_reserve).
+    """
+    layers, tokens = layers_of(spec), min(UBATCH, service.slots * cells)
+    mask = 2 * tokens * cells * (1 + any(_window(layer) for layer, _ in layers.kinds))
+    widest = 0
+    for layer, _ in layers.kinds:
+        if isinstance(layer.mlp, DenseMLP):
+            widest = max(widest, layer.mlp.width * (3 if layer.mlp.gated else 2))
+        elif isinstance(layer.mlp, Experts):
+            inner = 3 if layer.mlp.gated else 2
+            widest = max(widest, layer.mlp.per_token * (inner * layer.mlp.width + layers.hidden))
+        if isinstance(layer.mixer, Attention):
+            widest = max(widest, (2 * layer.mixer.heads + 2 * layer.mixer.kv_heads) * layer.mixer.head_dim)
+    inputs = 4 * tokens * layers.hidden + mask
+    return inputs, 4 * tokens * (layers.hidden + widest) + mask, 4 * service.slots * (layers.hidden + layers.vocab)
+
+
+def _window(layer: object) -> int | None:
+    mixer = getattr(layer, "mixer", None)
+    return mixer.window if isinstance(mixer, Attention) else None
+
+
+def step_seconds(
+    spec: ModelSpec, service: Service, gpu: GPU, sequences: int, context: int, tokens: int, cached: int, prompts: int
+) -> dict[str, float]:
+    """Return the seconds of a step by parts; for the sizes see `step.Step`.
+
+    A pass reads the weights of each device once for up to UBATCH rows. Rows of prompts that meet layers of the CPU run
+    on the GPU, to which the weights are sent.
+    """
+    memory = buffers(spec, service, gpu)
+    on_gpu, on_cpu = _weights(spec, service.weights, memory.offloaded)
+    rows = max(1, sequences + tokens)
+    passes = ceil(rows / UBATCH)
+    each = rows / passes
+    kernels = engine_kernels(gpu)
+    fast, slow = BANDWIDTH * gpu.bandwidth, BANDWIDTH * service.cpu_memory_gb_s * 1e9
+    experts = 1 - (1 - spec.experts_per_token / spec.experts) ** each if spec.experts else 0.0
+    active = spec.experts_per_token / spec.experts if spec.experts else 0.0
+
+    def computed(weights: _Weights) -> float:
+        flops = 2 * each * (weights.dense_elements + active * weights.expert_elements)
+        peak = None if service.weights in ("f16", "fp16", "bf16", "f32") else gpu.peak("int8")
+        return flops / (MATMUL * peak) if peak else kernels.computed(flops, "bf16")
+
+    read = [weights.dense + experts * weights.experts for weights in (on_gpu, on_cpu)]
+    parts = {"layers on the GPU": passes * max(read[0] / fast, computed(on_gpu))}
+    if each < OFFLOADED_ROWS:
+        parts["layers on the CPU"] = passes * read[1] / slow
+    else:
+        parts["layers on the CPU"] = passes * max(read[1] / (BANDWIDTH * (gpu.pcie or 16e9)), computed(on_cpu))
+    parts["output layer"] = on_gpu.head / fast + on_cpu.head / slow
+    share = on_gpu.layers / spec.layers
+    seen = sequences * cache_bytes(spec, service, context)
+    parts["attention"] = seen * (share / fast + (1 - share) / slow) + _prompt_attention(
+        spec, gpu, tokens, cached, prompts
+    )
+    count = LAYER_KERNELS + (EXPERT_KERNELS if spec.experts else 0)
+    parts["small kernels"] = passes * LAUNCH * count * (on_gpu.layers + (each >= OFFLOADED_ROWS) * on_cpu.layers)
+    return parts
+
+
+def _prompt_attention(spec: ModelSpec, gpu: GPU, tokens: int, cached: int, prompts: int) -> float:
+    each = tokens / max(1, prompts)
+    flops = 0.0
+    for layer, count in layers_of(spec).kinds:
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            seen = min(cached + each / 2, mixer.window or cached + each / 2)
+            flops += count * 4 * mixer.heads * mixer.head_dim * tokens * seen
+        elif isinstance(mixer, LatentAttention):
+            flops += count * 2 * mixer.heads * (2 * mixer.kv_rank + mixer.rope_dim) * tokens * (cached + each / 2)
+    return engine_kernels(gpu).computed(flops, "bf16")
+
+
+def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> int:
+    """Return the tokens that each of `users` can have with all layers, or `n_gpu_layers`, on the GPU; 0: none."""
+    layers = spec.layers + 1 if service.n_gpu_layers is None else service.n_gpu_layers
+    low, high = 0, spec.max_positions // PADDING
+    while low < high:
+        middle = (low + high + 1) // 2
+        one = replace(service, max_num_seqs=users, max_model_len=middle * PADDING, n_gpu_layers=layers)
+        low, high = (middle, high) if buffers(spec, one, gpu).requests else (low, middle - 1)
+    return low * PADDING
