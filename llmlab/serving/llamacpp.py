@@ -26,9 +26,17 @@ OFFLOADED_ROWS = 32  # with so many rows, layers of the CPU run on the GPU: ggml
 # Kernels of a layer, counted in ggml-cuda.cu: norms, quantized inputs, matmuls, rotary embedding, writing the cache,
 # attention, adding the residual; and those that choose experts.
 LAYER_KERNELS, EXPERT_KERNELS = 22, 6
-# Share of the int8 peak that matmuls of a whole ubatch reach (mmq.cu). Prompts of 512 tokens of Llama-2-7B in Q4_0 in
-# llama.cpp's discussion 15013: 0.28 on an RTX 3060, 0.25 on a 3090, 0.23 on a 5090, but 0.07 on an H100.
-MATMUL = 0.25
+# FLOP/s of matmuls with quantized weights, in units of the fp32 peak: the int8 sums of a block's 32 weights are scaled
+# in fp32, which takes longer than the sums. Of many rows (mmq.cu): the median of prompts of 512 tokens of Llama-2-7B in
+# Q4_0 on eleven GPUs in llama.cpp's discussion 15013, 1.9 to 2.6, and 3.7 on an A100. Of up to VECTOR_ROWS rows
+# (mmvq.cu): 8 rows of Llama-3-8B in Q4_0 take an RTX 3090 14 ms (pull request 15802). Of experts: prompts of 2,048
+# tokens of gpt-oss-20b, 8,022 tokens/s on an RTX 4090 and 9,848 on a 5090 (discussion 15396).
+MATMUL, MATMUL_EXPERTS, VECTOR, VECTOR_ROWS = 2.3, 0.53, 0.27, 8
+# Seconds in which the CPU samples a token. With 64 users Qwen2.5-7B in Q4_K_M gives 2,391 tokens/s on an RTX 4090
+# (computingforgeeks.com/ollama-vs-vllm-vs-llama-cpp), 17 ms per step more than the GPU needs.
+SAMPLING = 0.27e-3
+# Bytes that the CUDA context and pools take outside of the buffers: 297 MiB with two A40, by the driver less the log
+CONTEXT = 300 * 2**20
 
 
 @dataclass(frozen=True)
@@ -114,13 +122,13 @@ def buffers(spec: ModelSpec, service: Service, gpu: GPU) -> Buffers:
 @lru_cache(maxsize=1 << 10)
 def _buffers(spec: ModelSpec, service: Service, gpu: GPU, offloaded: int) -> Buffers:
     on_gpu, on_cpu = _weights(spec, service.weights, offloaded)
-    share = max(0, offloaded - 1) / spec.layers
+    share, outside = max(0, offloaded - 1) / spec.layers, CONTEXT
     cells = slot_tokens(service)
     kv = service.slots * cache_bytes(spec, service, cells)
     inputs, layer, outputs = _compute(spec, service, cells)
     return Buffers(
-        free=service.gpus * gpu.room(),
-        outside=service.gpus * (gpu.context or 0),
+        free=service.gpus * (gpu.memory - outside),
+        outside=service.gpus * outside,
         offloaded=offloaded,
         layers=spec.layers + 1,
         slots=service.slots,
@@ -145,12 +153,16 @@ def cache_bytes(spec: ModelSpec, service: Service, tokens: int) -> int:
     for layer, count in layers_of(spec).kinds:
         mixer = layer.mixer
         if isinstance(mixer, Attention):
-            window = ceil(((mixer.window or tokens) + UBATCH) / PADDING) * PADDING
-            seen = min(tokens, window if mixer.window else tokens)
-            total += count * seen * 2 * _row(service.kv, mixer.kv_heads * mixer.head_dim)
+            total += count * _cells(mixer, tokens) * 2 * _row(service.kv, mixer.kv_heads * mixer.head_dim)
         elif isinstance(mixer, LatentAttention):
             total += count * tokens * _row(service.kv, mixer.kv_rank + mixer.rope_dim)
     return total
+
+
+def _cells(mixer: Attention | LatentAttention, tokens: int) -> int:
+    """Return the cells of a layer's cache for so many tokens (src/llama-kv-cache-iswa.cpp)."""
+    window = mixer.window if isinstance(mixer, Attention) else None
+    return min(tokens, ceil((window + UBATCH) / PADDING) * PADDING) if window else tokens
 
 
 def _row(kv: str, elements: int) -> int:
@@ -213,7 +225,8 @@ def _compute(spec: ModelSpec, service: Service, cells: int) -> tuple[int, int, i
     A step has a ubatch of tokens, and an output for each slot (src/llama-context.cpp, sched_reserve).
     """
     layers, tokens = layers_of(spec), min(UBATCH, service.slots * cells)
-    mask = 2 * tokens * cells * (1 + any(_window(layer) for layer, _ in layers.kinds))
+    mixers = [layer.mixer for layer, _ in layers.kinds if isinstance(layer.mixer, (Attention, LatentAttention))]
+    mask = 2 * tokens * sum({_cells(mixer, cells) for mixer in mixers})  # in fp16, one of each kind of cache
     widest = 0
     for layer, _ in layers.kinds:
         if isinstance(layer.mlp, DenseMLP):
@@ -225,11 +238,6 @@ def _compute(spec: ModelSpec, service: Service, cells: int) -> tuple[int, int, i
             widest = max(widest, (2 * layer.mixer.heads + 2 * layer.mixer.kv_heads) * layer.mixer.head_dim)
     inputs = 4 * tokens * layers.hidden + mask
     return inputs, 4 * tokens * (layers.hidden + widest) + mask, 4 * service.slots * (layers.hidden + layers.vocab)
-
-
-def _window(layer: object) -> int | None:
-    mixer = getattr(layer, "mixer", None)
-    return mixer.window if isinstance(mixer, Attention) else None
 
 
 def step_seconds(
@@ -251,9 +259,13 @@ def step_seconds(
     active = spec.experts_per_token / spec.experts if spec.experts else 0.0
 
     def computed(weights: _Weights) -> float:
-        flops = 2 * each * (weights.dense_elements + active * weights.expert_elements)
-        peak = None if service.weights in ("f16", "fp16", "bf16", "f32") else gpu.peak("int8")
-        return flops / (MATMUL * peak) if peak else kernels.computed(flops, "bf16")
+        dense, routed = 2 * each * weights.dense_elements, 2 * each * active * weights.expert_elements
+        peak = gpu.peak("fp32")
+        if peak is None or service.weights in ("f16", "fp16", "bf16", "f32"):
+            return kernels.computed(dense + routed, "bf16")
+        if each <= VECTOR_ROWS:
+            return (dense + routed) / (VECTOR * peak)
+        return dense / (MATMUL * peak) + routed / (MATMUL_EXPERTS * peak)
 
     read = [weights.dense + experts * weights.experts for weights in (on_gpu, on_cpu)]
     parts = {"layers on the GPU": passes * max(read[0] / fast, computed(on_gpu))}
@@ -268,6 +280,7 @@ def step_seconds(
         spec, gpu, tokens, cached, prompts
     )
     count = LAYER_KERNELS + (EXPERT_KERNELS if spec.experts else 0)
+    parts["sampling"] = SAMPLING * (sequences + (prompts if tokens else 0))
     parts["small kernels"] = passes * LAUNCH * count * (on_gpu.layers + (each >= OFFLOADED_ROWS) * on_cpu.layers)
     return parts
 
