@@ -16,7 +16,7 @@ from ..hardware.gpu import GPU
 from ..specs.gguf import BLOCKS, mix_named, stored
 from ..specs.model import ModelSpec
 from .kernels import BANDWIDTH, LAUNCH, engine_kernels
-from .layers import Attention, DenseMLP, Experts, LatentAttention, layers_of
+from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, layers_of
 from .service import Service
 
 UBATCH = 512  # --ubatch-size's default: tokens that one pass over the weights reads (common/common.h, read 2026-11-29)
@@ -125,7 +125,8 @@ def _buffers(spec: ModelSpec, service: Service, gpu: GPU, offloaded: int) -> Buf
     share, outside = max(0, offloaded - 1) / spec.layers, CONTEXT
     cells = slot_tokens(service)
     kv = service.slots * cache_bytes(spec, service, cells)
-    inputs, layer, outputs = _compute(spec, service, cells)
+    inputs, layer, outputs = compute_bytes(spec, service)
+    layer += on_cpu.largest  # of a prompt, layers of the CPU run on the GPU, a weight at a time
     return Buffers(
         free=service.gpus * (gpu.memory - outside),
         outside=service.gpus * outside,
@@ -135,10 +136,7 @@ def _buffers(spec: ModelSpec, service: Service, gpu: GPU, offloaded: int) -> Buf
         cells=cells,
         model=(on_gpu.bytes, on_cpu.bytes),
         kv=(round(share * kv), kv - round(share * kv)),
-        compute=(
-            service.gpus * max(layer if offloaded > 1 else 0, outputs) if offloaded else 0,
-            inputs if offloaded == spec.layers + 1 else max(inputs + layer, outputs),
-        ),
+        compute=(service.gpus * max(layer, outputs), inputs),
     )
 
 
@@ -177,13 +175,15 @@ def cache_type(kv: str) -> str:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Of the tensors of one device: bytes, those read for each row and those of experts, and the same in elements."""
+    """Of the tensors of one device: bytes, those read for each row and those of experts, and the same in elements; the
+    bytes of the largest tensor of a layer."""
 
     bytes: int
     dense: int
     experts: int
     dense_elements: int
     expert_elements: int
+    largest: int
     layers: int
     head: int  # bytes of the output layer, which are in `bytes` alone
 
@@ -192,7 +192,7 @@ class _Weights:
 def _weights(spec: ModelSpec, weights: str, offloaded: int) -> tuple[_Weights, _Weights]:
     """Return the tensors of the GPU and of the CPU; the embedding is on the CPU."""
     first = spec.layers + 1 - offloaded  # the first layer on the GPU
-    sums = [[0] * 5, [0] * 5]  # bytes, dense, experts, their elements
+    sums = [[0] * 6, [0] * 6]  # bytes, dense, experts, their elements, largest
     head = [0, 0]
     for tensor in stored(spec, mix_named(weights)):
         block = tensor.name.startswith("blk.")
@@ -214,30 +214,46 @@ def _weights(spec: ModelSpec, weights: str, offloaded: int) -> tuple[_Weights, _
             kind = 1 if tensor.name.endswith("_exps") else 0
             sums[cpu][1 + kind] += tensor.bytes
             sums[cpu][3 + kind] += tensor.rows * tensor.columns
+            sums[cpu][5] = max(sums[cpu][5], tensor.bytes)
     counts = (max(0, offloaded - 1), spec.layers - max(0, offloaded - 1))
     gpu, cpu_ = (_Weights(*one, count, size) for one, count, size in zip(sums, counts, head, strict=True))
     return gpu, cpu_
 
 
-def _compute(spec: ModelSpec, service: Service, cells: int) -> tuple[int, int, int]:
-    """Return the bytes of a step's inputs, of the widest layer, and of the outputs: numbers in fp32, as ggml computes.
+def compute_bytes(spec: ModelSpec, service: Service) -> tuple[int, int, int]:
+    """Return the bytes of a step's inputs, of its widest layer, and of its outputs, in fp32.
 
-    A step has a ubatch of tokens, and an output for each slot (src/llama-context.cpp, sched_reserve).
+    A step has a ubatch of tokens, and an output for each slot (src/llama-context.cpp, sched_reserve). The sums are
+    those of sched_reserve for eight Llamas and Qwen3 (mixtures within 5 %), on the CPU and on another device. Without a
+    GPU, the buffer has the widest layer and its tokens' residual once more.
     """
-    layers, tokens = layers_of(spec), min(UBATCH, service.slots * cells)
+    layers, cells = layers_of(spec), slot_tokens(service)
+    tokens, hidden = min(UBATCH, service.slots * cells), layers.hidden
     mixers = [layer.mixer for layer, _ in layers.kinds if isinstance(layer.mixer, (Attention, LatentAttention))]
     mask = 2 * tokens * sum({_cells(mixer, cells) for mixer in mixers})  # in fp16, one of each kind of cache
-    widest = 0
-    for layer, _ in layers.kinds:
-        if isinstance(layer.mlp, DenseMLP):
-            widest = max(widest, layer.mlp.width * (3 if layer.mlp.gated else 2))
-        elif isinstance(layer.mlp, Experts):
-            inner = 3 if layer.mlp.gated else 2
-            widest = max(widest, layer.mlp.per_token * (inner * layer.mlp.width + layers.hidden))
-        if isinstance(layer.mixer, Attention):
-            widest = max(widest, (2 * layer.mixer.heads + 2 * layer.mixer.kv_heads) * layer.mixer.head_dim)
-    inputs = 4 * tokens * layers.hidden + mask
-    return inputs, 4 * tokens * (layers.hidden + widest) + mask, 4 * service.slots * (layers.hidden + layers.vocab)
+    widest = max(_width(layer, hidden) for layer, _ in layers.kinds)
+    outputs = 4 * service.slots * (hidden + layers.vocab)
+    return mask + 8 * tokens * hidden, mask + 4 * tokens * widest, outputs
+
+
+def _width(layer: Layer, hidden: int) -> int:
+    """Return the numbers of a token that are alive at once. The room of the queries is used again by what fits it."""
+    mixer, mlp = layer.mixer, layer.mlp
+    query = attention = 0
+    if isinstance(mixer, Attention):
+        query = mixer.heads * mixer.head_dim
+        attention = 2 * query + mixer.kv_heads * mixer.head_dim
+    elif isinstance(mixer, LatentAttention):
+        query = mixer.heads * (mixer.kv_rank + mixer.rope_dim)
+        attention = 2 * query + mixer.kv_rank + mixer.rope_dim
+    widths = [attention + 2 * hidden]
+    if isinstance(mlp, DenseMLP):
+        widths.append((3 if mlp.gated else 1) * mlp.width + 2 * hidden + (query if mlp.width > query else 0))
+    elif isinstance(mlp, Experts):
+        inner, outer = mlp.per_token * mlp.width, mlp.per_token * hidden
+        widths.append((3 if mlp.gated else 1) * inner + 2 * hidden + (query if inner > query else 0))
+        widths.append(2 * outer + query + (inner if inner > query else hidden))
+    return max(widths)
 
 
 def step_seconds(

@@ -25,7 +25,7 @@ REQUESTS = 400  # of a load given by a rate
 # the others are.
 FIRST_STEPS, TOGETHER = 5.4, 0.1
 FIRST_TOKEN = {"vllm": 0.0, "sglang": 0.31, "trtllm": 0.08}
-LLAMA_STEPS = 1  # llama.cpp samples the first token from the step that ends the prompt; the step before may be under way
+LLAMA_STEPS = 1  # llama.cpp samples the first token in the prompt's last step; the step before may be under way
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed
 
 

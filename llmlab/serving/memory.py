@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..base.units import show_bytes
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
-from ..base.units import show_bytes
 from .kernels import BITS
-from .llamacpp import Buffers, buffers
 from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, Recurrence, layers_of
+from .llamacpp import Buffers, buffers
 from .service import Service
 
 BLOCK = 16  # tokens per block of the cache

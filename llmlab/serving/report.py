@@ -13,8 +13,8 @@ from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
 from .kernels import engine_kernels
 from .layers import Attention, LatentAttention, layers_of
-from .load import Latency, latency, prompt_seconds
 from .llamacpp import Buffers, buffers, slot_tokens
+from .load import Latency, latency, prompt_seconds
 from .memory import Memory, divided_memory
 from .service import Service
 from .step import Step, step_seconds

@@ -63,7 +63,7 @@ RULES: dict[str, dict[str, dict[str, str]]] = {
     "Q2_K_S": {"attn_v": {"grouped": "Q4_K"}, "ffn_down": {"first eighth": "Q4_K"}},
     "Q3_K_M": {"attn_v": {"first two": "Q5_K", "all": "Q4_K"}, "ffn_down": {"first sixteenth": "Q5_K", "all": "Q4_K"},
                "attn_output": {"all": "Q4_K"}},
-    "Q3_K_L": dict.fromkeys(("attn_v", "ffn_down", "attn_output"), {"all": "Q5_K"}),
+    "Q3_K_L": {"attn_v": {"all": "Q5_K"}, "ffn_down": {"all": "Q5_K"}, "attn_output": {"all": "Q5_K"}},
     "Q4_K_S": {"attn_v": {"first four": "Q5_K"}, "ffn_down": {"first eighth": "Q5_K"}},
     "Q4_K_M": _MORE, "Q5_K_M": _MORE,
     "IQ4_NL": {"attn_v": {"grouped": "Q5_K"}}, "IQ4_XS": {"attn_v": {"grouped": "Q5_K"}},
