@@ -18,9 +18,9 @@ class OperatorRecord:
     """One operator, measured once: `value` in `unit`, seconds for metric "time", bytes for metric "memory".
 
     `provider` is whose implementation ran: "huggingface" is plain PyTorch, "torch_compile" the same compiled, "liger"
-    the Triton kernel; of benchmarks/kernel_times.py "naive", "pytorch" and "llmlab" are our rungs, "sdpa" is PyTorch's
-    fused attention, "llmlab-sweep" ours with the tiles, warps and stages in `options` (none: what it chooses itself).
-    `mode`: "forward", "backward", or "full", both. `sizes` carries the names of the benchmark it
+    the Triton kernel; of benchmarks/kernels/kernel_times.py "naive", "pytorch" and "llmlab" are our rungs, "sdpa" is
+    PyTorch's fused attention, "llmlab-sweep" ours with the tiles, warps and stages in `options` (none: what it chooses
+    itself). `mode`: "forward", "backward", or "full", both. `sizes` carries the names of the benchmark it
     comes from (B or bsz, T, V, H, ...), `options` what else it stated; `dtype` is None where it stated none.
     """
 

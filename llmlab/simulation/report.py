@@ -69,7 +69,7 @@ INT8_NOTE = Note(
     "The simulation assumes that no activation exceeds int8's outlier threshold; outlier columns need more memory.",
 )
 
-# benchmarks/loading.py simulates the order of threads, and shows what the published rows reserved more.
+# benchmarks/memory/loading.py simulates the order of threads, and shows what the published rows reserved more.
 NF4_NOTE = Note(
     "nf4-load-order",
     "The simulation loads NF4 weights one at a time, as transformers 5.4 and later do. Earlier versions load them in "

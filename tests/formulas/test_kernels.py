@@ -1,9 +1,7 @@
 """What a card's kernels take in a step, and where that is from."""
 
-import sys
 from dataclasses import replace
 from math import isnan, log
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import llmlab as lab
+from benchmarks.time import throughput
+from benchmarks.time import training_rates as derivation
 from llmlab import LoRA, Training
 from llmlab.archive import figure
 from llmlab.formulas.memory.share import share_of
@@ -26,10 +26,6 @@ from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, outside, passes
 from llmlab.hardware.kernel_tables import kernel_table
 from llmlab.hardware.links import cluster
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import throughput
-import training_rates as derivation
 
 SQUARE = (8192, 8192, 8192, "bf16")
 

@@ -1,8 +1,6 @@
 """Seconds from formulas, held to steps and training runs that others measured."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmlab as lab
+from benchmarks.time import efficiencies as derivation
 from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time.efficiency import efficiencies, efficiency
@@ -45,9 +44,6 @@ from llmlab.formulas.time.step import (
     update_seconds,
 )
 from llmlab.formulas.time.timing import PARTS, timing
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import efficiencies as derivation
 
 
 def test_t4_steps_within_the_published_time():

@@ -7,7 +7,7 @@ Operators are counted, not fitted: the simulator's log has those of the stacks' 
 (hardware/efficiencies.toml): Python, the dispatcher and the launch, less in backward, which autograd's engine calls.
 
 DeepSpeed's ZeRO-3 runs Python of its own around every module (runtime/zero/parameter_offload.py): its hooks were timed
-beside operators, on a CPU, by benchmarks/deepspeed_hooks.py.
+beside operators, on a CPU, by benchmarks/time/deepspeed_hooks.py.
 
 A compiled step has a host too: its graph starts each kernel from Python, and guards, autograd and the optimizer take
 their time for each parameter.
@@ -76,7 +76,7 @@ GENERATING_ENDS = {"rmsnorm": Operators(36, 11, 0, 0), "layernorm": Operators(22
 GENERATING_NORM = Operators(8, 0, 0, 0)  # another RMSNorm, as of queries and of keys
 # The time of an operator of which autograd records nothing, relative to one in a forward pass of training, from which
 # `dispatch` was derived: 0.7, the median of 16 rounds
-# from 0.5 to 1.2 on a busy machine (benchmarks/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
+# from 0.5 to 1.2 on a busy machine (benchmarks/time/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
 UNRECORDED = 0.7
 # Casts: in mixed precision of weights, once; autocast's of inputs and weights too, again in what is computed again.
 MIXED = {"rmsnorm": 18, "fused-norm": 18, "layernorm": 24}
@@ -87,7 +87,7 @@ EAGER, EAGER_AGAIN = Operators(7, 9, 8, 10), Operators(7, 9, 0, 2)
 REPEATED, REPEATED_AGAIN = Operators(2, 6, 2, 4), Operators(2, 6, 0, 0)
 TORCHTITAN = Operators(24, 55, 39, 95)
 # As many as take as long as a layer of megatron-core, whose Python is most of it: 2.1 times a Llama's forward and 1.3
-# times its backward (benchmarks/megatron_host.py, megatron-core 0.16.1, its own layers).
+# times its backward (benchmarks/time/megatron_host.py, megatron-core 0.16.1, its own layers).
 MEGATRON = Operators(118, 84, 92, 92)
 # As many as take as long as what else a micro-batch has there: its tensors sent to tensor ranks, embedding, last norm,
 # head, loss and schedule, 93 to 130 of a Llama's forward and 64 to 100 of its backward (as above, whole steps).
@@ -105,8 +105,8 @@ MEGATRON_AGAIN = {"full": Operators(118, 84, 0, 0), "selective": AGAIN["selectiv
 OWN = {"torchtitan": (TORCHTITAN, TORCHTITAN_AGAIN), "megatron": (MEGATRON, MEGATRON_AGAIN)}
 ENDS = {"megatron": MEGATRON_ENDS}
 UPDATES = {"deepspeed": deepspeed.update, "megatron": megatron.update}
-# benchmarks/deepspeed_hooks.py, DeepSpeed 0.19.8; 0.12.4, of 2023, gave the same within 30 %. On one process: gathering
-# from others is a collective's time. `HERE`: seconds of an operator on that CPU.
+# benchmarks/time/deepspeed_hooks.py, DeepSpeed 0.19.8; 0.12.4, of 2023, gave the same within 30 %. On one process:
+# gathering from others is a collective's time. `HERE`: seconds of an operator on that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
 HERE = 4.1e-6
 # Seconds in which a compiled graph starts a kernel: Inductor's launcher, with 19 arguments, on a GB200's host; 6.8 us
@@ -118,8 +118,9 @@ COMPILED = 9.1e-6
 WRITTEN = {"rmsnorm": (5, 9), "layernorm": (3, 8)}
 WRITTEN_CASTS = {"rmsnorm": (7, 7), "layernorm": (8, 4)}
 # As many operators take as long as a compiled graph does for each parameter, before it starts (guards, the autograd
-# function) and for its gradient; and as torch's AdamW does in an update, fused or on lists (benchmarks/block_host.py,
-# torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us per parameter (pytorch/pytorch, issue 191753).
+# function) and for its gradient; and as torch's AdamW does in an update, fused or on lists
+# (benchmarks/time/block_host.py, torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us per parameter
+# (pytorch/pytorch, issue 191753).
 GUARDED, RETURNED, UPDATED = 0.4, 0.8, 0.9
 # A block of frozen weights makes no gradient of them, autocast casts none, and what is computed again has fewer views.
 FROZEN = {"rmsnorm": Operators(0, 0, -11, -32), "fused-norm": Operators(0, 0, -7, -30),
@@ -146,15 +147,16 @@ GPTQ, GPTQ_BIAS, GPTQ_AUTOCAST = Operators(9, 9, 0, 0), Operators(1, 0, 0, 0), O
 ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
-# and DTensor under tensor parallelism (benchmarks/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
+# and DTensor under tensor parallelism (benchmarks/time/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
 FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
 # And nanotron's column- and row-parallel layers, autograd functions in Python that call torch.distributed. With one
 # sequence of 4,096 tokens on healthy nodes, layers of 1B and 3B models at TP 4 and 8, and of 8B at TP 8, took alike: in
-# 31 jobs at least 4.35 to 4.56 ms, at the median 4.5 to 4.9 (benchmarks/ultrascale.csv). A block's operators take 3.0.
+# 31 jobs at least 4.35 to 4.56 ms, at the median 4.5 to 4.9 (benchmarks/time/ultrascale.csv). A block's operators take
+# 3.0.
 TENSOR_PARALLEL = {"nanotron": 1.5e-3}
 # And torch.utils.checkpoint in one that is computed again: the states of generators and of autocast, and hooks for each
-# tensor. 0.7 to 1.0 ms on that CPU (benchmarks/block_host.py, 2026-11-26); on an H200's host blocks took 1.0 to 1.5 ms
-# longer than their operators (llmlab/archive/h200). Between them:
+# tensor. 0.7 to 1.0 ms on that CPU (benchmarks/time/block_host.py, 2026-11-26); on an H200's host blocks took 1.0 to
+# 1.5 ms longer than their operators (llmlab/archive/h200). Between them:
 CHECKPOINT = 1.1e-3
 
 

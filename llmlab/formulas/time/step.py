@@ -57,8 +57,8 @@ EIGHT_BIT_UPDATE = "bitsandbytes::optimizer_update_8bit_blockwise"  # the operat
 # has no kernels of its own for such rows: an A100's run there, faster by multiprocessors and clocks, 1.5 times, where
 # its own multiply 2.6 times as fast: 5 times as long. A small product of rows of 588 took 3.5 times as long as of 592
 # (m87-labs/kestrel, pull request 143), steps of nanotron with a head of 50,257 words a little longer than 5 says
-# (benchmarks/throughputs.toml, nanotron-old-bench). On an RTX 4090 it is 1.4 times (pytorch/pytorch, issue 181718),
-# with CUDA 13 it can be 1.2 (ml-explore/mlx, issue 2712). A compiler pads from torch 2.1 on
+# (benchmarks/time/throughputs.toml, nanotron-old-bench). On an RTX 4090 it is 1.4 times (pytorch/pytorch, issue
+# 181718), with CUDA 13 it can be 1.2 (ml-explore/mlx, issue 2712). A compiler pads from torch 2.1 on
 # (torch._inductor.config.shape_padding), Megatron-LM its vocabulary. By chip; on others it may be as on the first.
 ALIGNED, UNALIGNED = 8, {(8, 0): 3.0, (9, 0): 5.0}
 Sized = tuple[tuple[int, int, int, str], int]  # (m, n, k) of a product and its dtype, and how often

@@ -168,7 +168,7 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
 
     DeepSpeed's ZeRO-3 gathers for one module after another, one ahead (runtime/zero/partitioned_param_coordinator.py,
     fetch_sub_module). 128 A100s took as long for it as computing and sending one after the other, with 1 sequence and
-    with 16 (benchmarks/throughputs.toml, deepspeed-azure); why is not known (deepspeedai/DeepSpeed, issue 5047).
+    with 16 (benchmarks/time/throughputs.toml, deepspeed-azure); why is not known (deepspeedai/DeepSpeed, issue 5047).
     """
     many, why, overlap = -(-run.world_size // nodes.gpus), [], None
     if many > 1 and (across := nodes.across):

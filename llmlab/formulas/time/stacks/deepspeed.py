@@ -8,8 +8,8 @@ from ....specs.model import ModelSpec
 from ....specs.run import Training
 from ....specs.stacks import DeepSpeed
 
-# An update by its optimizers, in operators (benchmarks/deepspeed_hooks.py, DeepSpeed 0.19.8): for each parameter, which
-# they loop over to look for overflow, to copy its gradient and to take its norm, although the update itself is of
+# An update by its optimizers, in operators (benchmarks/time/deepspeed_hooks.py, DeepSpeed 0.19.8): for each parameter,
+# which they loop over to look for overflow, to copy its gradient and to take its norm, although the update itself is of
 # joined tensors; and besides. By stage.
 JOINED = {0: (4.9, 41), 1: (3.0, 65), 2: (3.1, 55), 3: (3.1, 72)}
 

@@ -16,7 +16,8 @@ from ..traffic import Pass, cast
 # As many operators take as long as what a step has beside micro-batches (85 to 155): reducing gradients, their norm and
 # its bounds, what ranks tell each other; and as each parameter, whose gradient is set to zero (0.15 to 0.27), and that
 # is updated by half weights' own optimizer (2.5 to 3.0) or the distributed one (3.2 to 4.0): lists of it for the norm,
-# for clipping and for Adam, and copies from its gradient and back to its half weight (benchmarks/megatron_host.py).
+# for clipping and for Adam, and copies from its gradient and back to its half weight
+# (benchmarks/time/megatron_host.py).
 STEPPED, CLEARED, MASTERED = 110, 0.2, {0: 2.6, 1: 3.5}
 # Operator by operator, of the width of the result. transformer/mlp.py: SiLU, the other half and an offset, a product;
 # backward two products, SiLU's, and a copy of both gradients. models/common/embeddings/rope_utils.py: two products, a
