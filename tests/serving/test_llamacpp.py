@@ -100,13 +100,13 @@ def speed(spec, weights, gpu, **fields):
     return 1 / (sum(parts.values()) - parts["sampling"])
 
 
-DATA_CENTER = ("A100-80GB", "H100-80GB")  # 34 and 26 % too fast: short kernels do not fill them
+DATA_CENTER = ("A100-80GB", "H100-80GB")  # 26 % too fast: a single token's kernels do not reach their bandwidth
 
 
 @pytest.mark.parametrize("gpu", figure("llama-bench-cuda").values)
 def test_decoding_is_as_fast_as_others_measured(gpu):
     predicted = speed(model("meta-llama/Llama-2-7b-hf"), "q4_0", lab.gpu(gpu))
-    rel = 0.35 if gpu in DATA_CENTER else 0.2
+    rel = 0.3 if gpu in DATA_CENTER else 0.2
     assert predicted == pytest.approx(figure("llama-bench-cuda")[gpu], rel=rel)
 
 
