@@ -7,13 +7,13 @@ cache is allocated when the server starts: for each slot, the tokens of the long
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil
 
 from ..base.errors import SpecError
 from ..base.units import show_bytes
 from ..hardware.gpu import GPU
-from ..specs.gguf import BLOCKS, mix_named, stored
+from ..specs.gguf import BLOCKS, Stored, mix_named, stored
 from ..specs.model import ModelSpec
 from .kernels import BANDWIDTH, LAUNCH, engine_kernels
 from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, layers_of
@@ -35,6 +35,7 @@ MATMUL, MATMUL_EXPERTS, VECTOR, VECTOR_ROWS = 2.3, 0.53, 0.27, 8
 # Seconds in which the CPU samples a token. With 64 users Qwen2.5-7B in Q4_K_M gives 2,391 tokens/s on an RTX 4090
 # (computingforgeeks.com/ollama-vs-vllm-vs-llama-cpp), 17 ms per step more than the GPU needs.
 SAMPLING = 0.27e-3
+PCIE = 15.75e9  # bytes/s of a GPU whose link is not known: generation 3 with 16 lanes
 # Bytes that the CUDA context and pools take outside of the buffers: 297 MiB with two A40, by the driver less the log
 CONTEXT = 300 * 2**20
 
@@ -57,7 +58,7 @@ class Buffers:
     kv: tuple[int, int]
     compute: tuple[int, int]
 
-    graphs = 0
+    graphs = 0  # this and the names below are those of memory.Memory
 
     @property
     def needed(self) -> int:
@@ -122,20 +123,20 @@ def buffers(spec: ModelSpec, service: Service, gpu: GPU) -> Buffers:
 @lru_cache(maxsize=1 << 10)
 def _buffers(spec: ModelSpec, service: Service, gpu: GPU, offloaded: int) -> Buffers:
     on_gpu, on_cpu = _weights(spec, service.weights, offloaded)
-    share, outside = max(0, offloaded - 1) / spec.layers, CONTEXT
     cells = slot_tokens(service)
     kv = service.slots * cache_bytes(spec, service, cells)
+    kv_gpu = kv * on_gpu.layers // spec.layers
     inputs, layer, outputs = compute_bytes(spec, service)
     layer += on_cpu.largest  # of a prompt, layers of the CPU run on the GPU, a weight at a time
     return Buffers(
-        free=service.gpus * (gpu.memory - outside),
-        outside=service.gpus * outside,
+        free=service.gpus * (gpu.memory - CONTEXT),
+        outside=service.gpus * CONTEXT,
         offloaded=offloaded,
         layers=spec.layers + 1,
         slots=service.slots,
         cells=cells,
         model=(on_gpu.bytes, on_cpu.bytes),
-        kv=(round(share * kv), kv - round(share * kv)),
+        kv=(kv_gpu, kv - kv_gpu),
         compute=(service.gpus * max(layer, outputs), inputs),
     )
 
@@ -175,49 +176,56 @@ def cache_type(kv: str) -> str:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Of the tensors of one device: bytes, those read for each row and those of experts, and the same in elements; the
-    bytes of the largest tensor of a layer."""
+    """The tensors of one device: the matrices of `layers` layers, the output layer of `head` bytes, `rest` others."""
 
-    bytes: int
-    dense: int
-    experts: int
-    dense_elements: int
-    expert_elements: int
-    largest: int
+    matrices: tuple[Stored, ...]
     layers: int
-    head: int  # bytes of the output layer, which are in `bytes` alone
+    head: int
+    rest: int
+
+    @cached_property
+    def bytes(self) -> int:
+        """All of them."""
+        return self.head + self.rest + sum(tensor.bytes for tensor in self.matrices)
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest matrix."""
+        return max((tensor.bytes for tensor in self.matrices), default=0)
+
+    @cached_property
+    def dense(self) -> tuple[int, int]:
+        """Bytes and elements of what every row is multiplied with."""
+        return self._sums(False)
+
+    @cached_property
+    def experts(self) -> tuple[int, int]:
+        """Bytes and elements of the experts."""
+        return self._sums(True)
+
+    def _sums(self, experts: bool) -> tuple[int, int]:
+        chosen = [tensor for tensor in self.matrices if tensor.name.endswith("_exps") == experts]
+        return sum(tensor.bytes for tensor in chosen), sum(tensor.rows * tensor.columns for tensor in chosen)
 
 
 @lru_cache(maxsize=256)
 def _weights(spec: ModelSpec, weights: str, offloaded: int) -> tuple[_Weights, _Weights]:
-    """Return the tensors of the GPU and of the CPU; the embedding is on the CPU."""
-    first = spec.layers + 1 - offloaded  # the first layer on the GPU
-    sums = [[0] * 6, [0] * 6]  # bytes, dense, experts, their elements, largest
-    head = [0, 0]
-    for tensor in stored(spec, mix_named(weights)):
-        block = tensor.name.startswith("blk.")
-        cpu = int(block and int(tensor.name.split(".")[1]) < first)
-        if not block:
-            if tensor.name == "output":
-                cpu = int(not offloaded)
-                head[cpu] = tensor.bytes
-                sums[1][0] += tensor.bytes if spec.tied and offloaded else 0  # the embedding, once more
-            elif tensor.name == "token_embd":
-                cpu = 1
-            else:  # norms and biases of all layers together
-                vectors = round(tensor.bytes * max(0, offloaded - 1) / spec.layers)
-                sums[0][0] += vectors
-                sums[1][0] -= vectors
-                cpu = 1
-        sums[cpu][0] += tensor.bytes
-        if block:
-            kind = 1 if tensor.name.endswith("_exps") else 0
-            sums[cpu][1 + kind] += tensor.bytes
-            sums[cpu][3 + kind] += tensor.rows * tensor.columns
-            sums[cpu][5] = max(sums[cpu][5], tensor.bytes)
-    counts = (max(0, offloaded - 1), spec.layers - max(0, offloaded - 1))
-    gpu, cpu_ = (_Weights(*one, count, size) for one, count, size in zip(sums, counts, head, strict=True))
-    return gpu, cpu_
+    """Return the tensors of the GPU and of the CPU. The embedding is on the CPU; one that is the output layer too is
+    there once more."""
+    tensors = {tensor.name: tensor for tensor in stored(spec, mix_named(weights))}
+    head = tensors.pop("output").bytes
+    embedding = tensors.pop("token_embd").bytes if "token_embd" in tensors else head if offloaded else 0
+    matrices = [tensor for tensor in tensors.values() if tensor.layer is not None]
+    vectors = sum(tensor.bytes for tensor in tensors.values() if tensor.layer is None)
+    first, count = spec.layers + 1 - offloaded, max(0, offloaded - 1)
+    above = round(vectors * count / spec.layers)
+    gpu, cpu = (
+        tuple(tensor for tensor in matrices if (int(tensor.layer or 0) >= first) == on_gpu) for on_gpu in (True, False)
+    )
+    return (
+        _Weights(gpu, count, head if offloaded else 0, above),
+        _Weights(cpu, spec.layers - count, 0 if offloaded else head, embedding + vectors - above),
+    )
 
 
 def compute_bytes(spec: ModelSpec, service: Service) -> tuple[int, int, int]:
@@ -275,7 +283,7 @@ def step_seconds(
     active = spec.experts_per_token / spec.experts if spec.experts else 0.0
 
     def computed(weights: _Weights) -> float:
-        dense, routed = 2 * each * weights.dense_elements, 2 * each * active * weights.expert_elements
+        dense, routed = 2 * each * weights.dense[1], 2 * each * active * weights.experts[1]
         peak = gpu.peak("fp32")
         if peak is None or service.weights in ("f16", "fp16", "bf16", "f32"):
             return kernels.computed(dense + routed, "bf16")
@@ -283,12 +291,12 @@ def step_seconds(
             return (dense + routed) / (VECTOR * peak)
         return dense / (MATMUL * peak) + routed / (MATMUL_EXPERTS * peak)
 
-    read = [weights.dense + experts * weights.experts for weights in (on_gpu, on_cpu)]
+    read = [weights.dense[0] + experts * weights.experts[0] for weights in (on_gpu, on_cpu)]
     parts = {"layers on the GPU": passes * max(read[0] / fast, computed(on_gpu))}
     if each < OFFLOADED_ROWS:
         parts["layers on the CPU"] = passes * read[1] / slow
     else:
-        parts["layers on the CPU"] = passes * max(read[1] / (BANDWIDTH * (gpu.pcie or 16e9)), computed(on_cpu))
+        parts["layers on the CPU"] = passes * max(read[1] / (BANDWIDTH * (gpu.pcie or PCIE)), computed(on_cpu))
     parts["output layer"] = on_gpu.head / fast + on_cpu.head / slow
     share = on_gpu.layers / spec.layers
     seen = sequences * cache_bytes(spec, service, context)

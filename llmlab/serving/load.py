@@ -10,6 +10,7 @@ from math import log
 
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
+from .llamacpp import Buffers
 from .memory import Memory
 from .replay import Arrival, Pass, Served, percentile
 from .replay import replay as replayed
@@ -43,7 +44,7 @@ class Latency:
     requests_per_second: float
 
 
-def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> Latency:
+def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers) -> Latency:
     """Return the latencies under the service's load. Raises SpecError where a request does not fit the cache."""
     served = simulate(spec, service, gpu, memory)
     times = summary(served)
@@ -92,7 +93,7 @@ def _pieces(service: Service, gpu: GPU) -> tuple[int, int, int]:
     return new, chunk, service.prompt_len - new + (new - chunk) // 2
 
 
-def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> list[Served]:
+def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers) -> list[Served]:
     """Return the requests of the service's load as they are served."""
     requests = arrivals_of(service)
     limit, tokens = service.limits(gpu)

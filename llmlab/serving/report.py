@@ -25,7 +25,7 @@ TPOT_INTERVAL = (0.8, 1.35)
 TTFT_INTERVAL = (0.57, 2.15)
 # Of llama.cpp: those of TPOT hold 20 of the 24 speeds of decoding in the archive's figures llama-bench-cuda,
 # -llama-3-8b and -apple, those of TTFT 9 of the 11 prompts of llama-bench-cuda-prompt.
-LLAMA_CPP_INTERVALS = (0.85, 1.2), (0.87, 1.2)
+LLAMA_CPP_INTERVALS = (0.85, 1.2), (0.88, 1.16)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
 def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     """Return the service with the model's longest request filled in. Raises SpecError for what cannot be."""
     llamacpp = service.engine == "llama.cpp"
-    longest = service.max_model_len or (slot_tokens(service) if llamacpp else spec.max_positions)
+    needed = min(slot_tokens(service), spec.max_positions) if llamacpp else spec.max_positions
+    longest = service.max_model_len or needed
     if longest > spec.max_positions:
         raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions")
     if service.prompt_len + service.output_len > longest:

@@ -108,6 +108,11 @@ class Stored:
     columns: int
 
     @property
+    def layer(self) -> int | None:
+        """The number of its layer; None of a tensor outside of the layers."""
+        return int(self.name.split(".")[1]) if self.name.startswith("blk.") else None
+
+    @property
     def bytes(self) -> int:
         """Its bytes in the file, padded to the alignment."""
         weights, size = BLOCKS[self.kind]
