@@ -91,7 +91,7 @@ def _headline(report: ServingReport) -> str:
     if report.latency is None:
         missing = show_bytes(memory.missing)
         return f"Does not fit: {missing} more are needed on each {report.gpu} for one request."
-    return f"Fits: a cache of {show_bytes(memory.cache)} holds {memory.requests:,} requests, {memory.tokens:,} tokens."
+    return f"Fits: the cache holds {memory.requests:,} requests, {memory.tokens:,} tokens."
 
 
 def _figures(report: ServingReport) -> list[list[str]]:
