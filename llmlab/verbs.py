@@ -71,8 +71,9 @@ def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H1
     `service` says how it is served (`lab.Service`; by default vLLM on one GPU, one request). The steps of the engine
     are made of kernels that NVIDIA measured on the GPU (hardware/engine_kernels), the load is replayed through a
     scheduler with continuous batching and chunked prefill. On deployments that others measured, the time per output
-    token is 11 % off at the median, the time to the first token 30 % (benchmarks/results/serving.md). Raises SpecError
-    for a service that cannot be and UnknownName for an unknown model or GPU.
+    token is 11 % off at the median, the time to the first token 30 % (benchmarks/results/serving.md). llama.cpp's steps
+    take as long as its bytes, 10 % off at the median of published speeds. Raises SpecError for a service that cannot be
+    and UnknownName for an unknown model or GPU.
     """
     from .serving.report import served
     from .serving.service import Service
