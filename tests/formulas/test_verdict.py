@@ -86,10 +86,10 @@ def test_between_fits_and_out_of_memory_nothing_is_said():
 
 
 def test_a_context_that_is_not_known_is_between_nothing_and_the_most_of_any_card():
-    card, a100 = lab.gpu("A100-40GB"), lab.gpu("A100-80GB")
+    card, a100 = lab.gpu("A40"), lab.gpu("A100-80GB")
     assert card.context is card.nccl is None
     assert verdict(GiB, card).least == GiB
-    assert verdict(GiB, card).most - verdict(GiB, a100).most == 0
+    assert verdict(GiB, card).most == max(verdict(GiB, known).most for known in lab.gpus() if known.context)
     assert verdict(GiB, card, ranks=8).most - verdict(GiB, card).most == a100.nccl
 
 
@@ -167,7 +167,7 @@ def test_plans_and_estimates_say_the_same_of_each_kind():
 
 
 def test_megatrons_buffers_leave_fewer_holes_than_a_step_of_transformers():
-    """15 ranks whose logs are public reserved at most 1.130 times their peak (benchmarks/room.py)."""
+    """15 ranks whose logs are public reserved at most 1.130 times their peak (benchmarks/memory/room.py)."""
     run, spec, peak = lab.Training(dp=8, zero=1, stack="megatron"), lab.model("Llama-2-7b"), at("backward", 40)
     assert kind(spec, run, peak) == MEGATRON and 1.13 < MEGATRON.holes < OTHER.holes
     expandable = replace(run, stack="megatron:expandable_segments=true")  # its peaks are 2.6 % off at most
