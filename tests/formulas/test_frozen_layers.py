@@ -42,7 +42,8 @@ def test_the_formula_is_the_simulation(frozen, checkpointing):
     step = run(**frozen, checkpointing=checkpointing)
     formula, simulation = (verb(LLAMA, step, "A100-80GB") for verb in (lab.estimate, lab.simulate))
     assert formula.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.015)
-    assert formula.parts["weights"] == pytest.approx(simulation.parts["weights"], rel=0.01)
+    of_weights = 0.01 if step.quantization == "int8" else 0.002  # double quantization is 0.4 % of them here
+    assert formula.parts["weights"] == pytest.approx(simulation.parts["weights"], rel=of_weights)
 
 
 def test_double_quantization_saves_three_eighths_of_a_bit_per_weight():
