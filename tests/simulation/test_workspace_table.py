@@ -235,6 +235,7 @@ LOSS = [
 
 COPIES = [
     Row(aten._to_copy, (t(M, 2 * N)[:, :N],), [X], named={"device": HOST}),
+    Row(aten._to_copy, (transposed,), [], named={"device": HOST}),  # dense, which is enough
     Row(aten._to_copy, (x,), [HALF], named={"device": HOST, "dtype": f16, "non_blocking": True}),
     Row(aten._to_copy, (x,), [], named={"device": HOST, "dtype": f16}),  # cast on the host
     Row(aten._to_copy, (host(M, N),), [HALF, X], named={"device": GPU_DEVICE, "dtype": f16, "non_blocking": True}),
