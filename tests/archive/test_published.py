@@ -114,15 +114,6 @@ def test_the_kv_cache_figures_follow_from_the_models_shapes():
         assert figure("kv-cache-bytes-a-token")[size] == bytes_bf16
 
 
-def test_zeros_figure_follows_from_twelve_bytes_of_state():
-    shares = figure("zero-7.5b-mixed-adam")
-    parameters, gpus = 7.5e9, 64
-    assert shares["none"] == (2 + 2 + 12) * parameters
-    assert shares["stage 1"] == pytest.approx((2 + 2 + 12 / gpus) * parameters, rel=0.01)
-    assert shares["stage 2"] == pytest.approx((2 + (2 + 12) / gpus) * parameters, rel=0.01)
-    assert shares["stage 3"] == pytest.approx((2 + 2 + 12) / gpus * parameters, rel=0.02)
-
-
 def test_nanogpts_mfu_follows_from_its_other_figures():
     flops, seconds = figure("gpt2-flops-a-sequence").value, figure("gpt2-step-time-nanogpt").value
     assert 100 * flops / seconds / 312e12 == pytest.approx(figure("gpt2-mfu-nanogpt").value, abs=1e-4)

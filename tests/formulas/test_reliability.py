@@ -153,11 +153,5 @@ def test_shares_of_the_time_are_those_of_a_simulated_job(save, mtbf, restart):
         assert spent[part] / sum(spent.values()) == pytest.approx(share, abs=0.006)
 
 
-def test_to_first_order_a_failure_costs_the_best_interval_and_the_restart():
-    save, mtbf, restart = 10, 356_000, 600
-    lost = 1 - goodput(young(save, mtbf), save, mtbf, restart)
-    assert lost == pytest.approx((young(save, mtbf) + restart) / mtbf, rel=0.01)
-
-
 def test_a_job_that_never_saves_in_time_loses_all():
     assert time_shares(1e6, 1, 1)["lost work"] == 1
