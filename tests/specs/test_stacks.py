@@ -269,6 +269,16 @@ def test_torchtunes_recipe_follows_the_run():
     assert lab.Training(lora=lora, dp=8, stack="torchtune").checkpointing is None
 
 
+def test_torchtunes_head_and_embedding_are_units_of_their_own_where_its_config_says_so():
+    """custom_sharded_layers of its recipes: full fine-tuning has them, LoRA's configs do not."""
+    lora = lab.Training(stack="torchtune", lora=lab.LoRA())
+    full, adapters = lab.Training(stack="torchtune"), replace(lora, stack="torchtune:custom_sharded_layers=")
+    named = lab.Torchtune(custom_sharded_layers="tok_embeddings output")
+    assert named == lab.Torchtune(custom_sharded_layers=("tok_embeddings", "output"))
+    assert full.stack.own_head(full) and not lora.stack.own_head(lora)
+    assert named.own_head(lora) and not adapters.stack.own_head(full)
+
+
 @pytest.mark.parametrize(
     "given, names",
     [
