@@ -1,4 +1,4 @@
-"""What torchtitan's experts keep of a block, beside what its pages of code make (test_stacks.py runs that code)."""
+"""What torchtitan's experts keep of a block. test_stacks.py holds the estimate to torchtitan's own code."""
 
 import llmlab as lab
 from llmlab.formulas.memory.share import share_of
