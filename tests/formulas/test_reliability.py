@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.archive import figure
 from llmlab.base.errors import SpecError
-from llmlab.formulas.reliability import (
-    best_interval,
-    checkpoint_bytes,
-    goodput,
-    mtbf,
-    save_seconds,
-    time_shares,
-    young,
-)
+from llmlab.formulas.reliability import best_interval, checkpoint_bytes, goodput, mtbf, save_seconds, time_shares, young
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,

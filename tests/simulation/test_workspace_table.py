@@ -24,12 +24,7 @@ from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.devices import GPU_DEVICE, HOST
 from llmlab.simulation.engine.engine import Engine
 from llmlab.simulation.values.known import know
-from llmlab.simulation.workspaces.cub import (
-    scan_scratch,
-    select_scratch,
-    sort_scratch,
-    sum_by_key_scratch,
-)
+from llmlab.simulation.workspaces.cub import scan_scratch, select_scratch, sort_scratch, sum_by_key_scratch
 from llmlab.simulation.workspaces.registry import (
     CPU_WORKSPACES,
     OUTPUTS,

@@ -308,7 +308,6 @@ def test_torchao_quantizes_whole_blocks_of_scales():
     assert lab.estimate("TinyLlama/TinyLlama-1.1B-Chat-v1.0", run, "A100-80GB").peak_allocated
 
 
-
 def test_litgpts_recipes_follow_the_devices():
     alone, several = lab.Training(stack="litgpt"), lab.Training(dp=8, stack="litgpt")
     assert (alone.precision, alone.zero, alone.checkpointing) == ("bf16", 0, None)

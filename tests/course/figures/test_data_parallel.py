@@ -4,9 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from llmlab.course.figures.data_parallel import (
-    ring_states,
-)
+from llmlab.course.figures.data_parallel import ring_states
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -1,6 +1,5 @@
 """The figures of the page on fp8 say in their alternative text what they draw."""
 
-
 from llmlab.course.figures.fp8 import Layer, draw_border
 
 

@@ -4,10 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from llmlab.course.figures.offload import (
-    activation_schedule,
-    draw_activations,
-)
+from llmlab.course.figures.offload import activation_schedule, draw_activations
 
 
 @pytest.mark.parametrize("backward", [2, 3])

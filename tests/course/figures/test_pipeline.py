@@ -1,9 +1,6 @@
 """The drawings on pipeline parallelism show the numbers that they are given."""
 
-
-from llmlab.course.figures.pipeline import (
-    draw_schedules,
-)
+from llmlab.course.figures.pipeline import draw_schedules
 from llmlab.course.techniques.pipeline_schedules import dualpipe, schedule, times
 
 
