@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -179,11 +180,8 @@ def _step_of(spec: ModelSpec, service: Service, gpu: GPU, users: int, context: i
 def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> int:
     """Return the tokens that each of `users` requests can have in the cache together, at most the model's; 0: none."""
     room = max(0, divided_memory(spec, service, gpu).cache) * service.dp_attention // users
-    low, high = 0, spec.max_positions
-    while low < high:  # the bytes of a request grow with its tokens, but not in proportion where windows bound them
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if cache_bytes(spec, service, middle) <= room else (low, middle - 1)
-    return low
+    # The bytes of a request grow with its tokens, but not in proportion where windows bound them.
+    return bisect_right(range(1, spec.max_positions + 1), room, key=lambda tokens: cache_bytes(spec, service, tokens))
 
 
 def least_utilization(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> float | None:
