@@ -427,6 +427,14 @@ def test_a_memory_fraction_is_a_limit_of_its_own():
         Allocator().set_memory_fraction(0.5)
 
 
+def test_there_is_room_for_requests_that_could_each_have_a_segment_of_their_own():
+    allocator = Allocator(capacity=100 * MiB)
+    assert allocator.has_room([30 * MiB, 50 * MiB]) and not allocator.has_room([30 * MiB, 90 * MiB])
+    allocator.set_memory_fraction(0.5)
+    assert allocator.has_room([40 * MiB]) and not allocator.has_room([60 * MiB])
+    assert not Allocator(capacity=100 * MiB, config=EXPANDABLE).has_room([1])  # whose pages go back one by one
+
+
 def test_garbage_collection_releases_the_segments_unused_for_longest_and_only_beside_a_fraction():
     def reserved_after(fraction):
         config = AllocatorConfig(garbage_collection_threshold=0.5, per_process_memory_fraction=fraction)
