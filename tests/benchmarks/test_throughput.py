@@ -7,6 +7,7 @@ import pytest
 
 import llmlab as lab
 from benchmarks.time import throughput
+from benchmarks.time.throughput_peers import rule
 
 
 def test_every_row_is_a_run_that_can_be_asked_for():
@@ -95,7 +96,7 @@ def test_errors_count_what_is_unknown_and_what_the_interval_holds():
 
 def test_the_rule_of_thumb_is_6nd_at_two_fifths_of_the_peak():
     row = next(row for row in throughput.rows() if row.id == "smt-091")
-    assert throughput.rule(row) == pytest.approx(0.4 * 989.4e12 / (6 * lab.model(row.model).parameters))
+    assert rule(row) == pytest.approx(0.4 * 989.4e12 / (6 * lab.model(row.model).parameters))
 
 
 def test_rows_have_the_steps_of_their_sources():
