@@ -121,7 +121,7 @@ def reserved_beside(spec: ModelSpec, run: Training) -> int:
 
 def _was_drawn(run: Training) -> bool:
     """Whether benchmarks/memory/room_draws.py draws runs like this. lab.simulate has no ZeRO of quantized weights."""
-    plain = all(getattr(run, each.name) == each.default for each in fields(run) if each.name not in VARIED)
+    plain = all(getattr(run, field.name) == field.default for field in fields(run) if field.name not in VARIED)
     left_out = LEFT_OUT & {run.optimizer, run.quantization, run.kernels}
     return plain and not left_out and not (run.zero and run.quantization)
 
