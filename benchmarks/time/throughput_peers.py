@@ -7,7 +7,6 @@ For SimuMax, see benchmarks/memory/questions/megatron_peers.py.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from importlib.util import find_spec
 
 import llmlab as lab
@@ -64,33 +63,19 @@ def llm_analysis(row: Row) -> float | None:
     return run.global_batch * run.seq_len / run.world_size / said["latency_per_iter"]
 
 
-def simumax(row: Row, most: int = 2) -> float | None:
+def simumax(row: Row) -> float | None:
     """Return the tokens/s per GPU that SimuMax gives; None without it, and for what is not Megatron-LM's or refused.
 
-    It takes minutes for hundreds of micro-batches. A step is linear in their number once the pipeline is full, so with
-    more than `most` for each stage, it is asked for two smaller numbers.
+    Its release notes (docs/release_v1.2.md) exclude the time of interleaved pipelines, so it is not asked for these.
     """
-    run, counts = row.run, [row.run.accumulation]
-    if run.accumulation > most * run.pp:
-        counts = [most * run.pp // 2, most * run.pp]
-    seconds = [_simumax_seconds(row, replace(run, accumulation=count)) for count in counts]
-    if None in seconds:
+    if row.run.virtual_stages > 1:
         return None
-    step = seconds[-1]
-    if len(counts) == 2:
-        step += (step - seconds[0]) / (counts[1] - counts[0]) * (run.accumulation - counts[1])
-    return run.global_batch * run.seq_len / run.world_size / step
-
-
-def _simumax_seconds(row: Row, run: lab.Training) -> float | None:
     try:
         nodes = cluster(row.card, **(row.nodes or {}))
-    except lab.NotAvailable:
+        model = megatron_peers.simumax(lab.model(row.model), row.run, lab.gpu(row.card), nodes)
+        return model.analysis_cost().data["throughput_per_accelerator"] if model else None
+    except (lab.NotAvailable, *megatron_peers.REFUSALS):
         return None
-    if (model := megatron_peers.simumax(lab.model(row.model), run, lab.gpu(row.card), nodes)) is None:
-        return None
-    rate = model.analysis_cost().data["throughput_per_accelerator"]
-    return run.global_batch * run.seq_len / run.world_size / rate
 
 
 PEERS = {
