@@ -118,3 +118,11 @@ def test_a_round_is_told_by_its_errors_and_its_worst_row():
     told = throughput._round("round 0", [*pairs, unknown])
     assert told[:8] == ["0", "1", "2 of 3", "22.5%", "40%", "100%", "1", far.id]
     assert throughput._round("round 0", pairs[:1])[2:7] == ["1", "5.0%", "5%", "100%", "0"]
+
+
+def test_a_tool_is_compared_with_llmlab_on_the_rows_that_it_answers():
+    near, far = throughput.rows()[:2]
+    pairs = [(row, throughput.Predicted(off * row.measured)) for row, off in ((near, 1.1), (far, 1.5))]
+    own, other = throughput.tools(pairs, {"other": {near.id: 2 * near.measured, far.id: None}})
+    assert own[:5] == ["llmlab", "2", "30.0%", "50%", "50%"]
+    assert other == ["other", "1", "100.0%", "100%", "100%", "10.0%", "10%", "10%"]
