@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...base.compat import DisableTorchFunction, current_graph_task_id
-from ...recording.parts import Block, Division, divide
-from ...recording.phases import BUFFERS, Mark
+from ...recording.parts import BUFFERS, Block, Division, Mark, collapsed, divide
 from ..allocator.config import blocks_of
 from ..engine.engine import Engine
-from .recording import OUTSIDE, Place, Recording, collapsed, living
+from .recording import OUTSIDE, Place, Recording, living
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

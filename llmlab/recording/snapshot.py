@@ -1,0 +1,423 @@
+"""Memory snapshots as torch.cuda.memory._dump_snapshot writes them: read as plain data, and divided into parts.
+
+Format: the docstring of torch.cuda.memory._snapshot (2.13), and torch/csrc/cuda/Module.cpp back to 2.0. A snapshot has
+no phases and no names of tensors, so both are inferred from the stack of each allocation:
+
+    by the innermost frame that is known   the optimizer's, autograd's, a module's call, or one that loads weights
+    by a missing stack                     backward: autograd's thread for a GPU runs no Python
+    by survival                            what a phase leaves behind: activations, gradients, optimizer states
+
+The rest is as in recording/parts.py, with one more that frames tell: what the loss function allocates is "logits".
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from ..base.errors import SpecError
+from .parts import COMMUNICATION, CUBLAS_WORKSPACES, GATHERED, Division, Event, Mark, collapsed, divide
+
+CUDA_BLOCK = 512  # bytes; every request is rounded up to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
+HOW = "torch.cuda.memory._record_memory_history() before the run and torch.cuda.memory._dump_snapshot(FILE) make one"
+RECORD_SIZES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+LEFT_BY = {"backward": "gradients", "optimizer": "optimizer"}  # the part of what lives when the phase ends
+IN_BACKWARD = "(backward)"
+
+# Frames by what they say: a piece of the file's path, and functions in it (any where there are none).
+OPTIMIZER_FILES = ("torch/optim/", "bitsandbytes/optim/", "torchao/optim/", "apex/optimizers/", "deepspeed/ops/")
+BACKWARD = {
+    "torch/autograd/graph.py": ("_engine_run_backward",),
+    "torch/autograd/function.py": ("apply",),
+    "torch/utils/checkpoint.py": ("unpack_hook", "backward"),
+    "torch/distributed/fsdp/": ("pre_backward", "_pre_backward", "post_backward", "_post_backward_hook"),
+}
+LOADING = {"torch/nn/modules/": ("__init__", "_apply", "to", "cuda", "to_empty", "load_state_dict")}
+LOADERS = ("from_pretrained", "load_checkpoint_and_dispatch", "set_module_tensor_to_device")
+LOSSES = ("cross_entropy", "nll_loss", "ForCausalLMLoss", "fixed_cross_entropy")
+
+Key = TypeVar("Key")
+
+
+class _PlainData(pickle.Unpickler):
+    """Builds dicts, lists, tuples, text, numbers, booleans and None, and nothing that has a class or runs code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise SpecError(f"this pickle asks for {module}.{name}. A memory snapshot holds plain data only, so the file "
+                        f"is not one and was not loaded; {HOW}")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an allocation came from: the `phase` that its stack names (None: any), its `part` if that is certain."""
+
+    phase: str | None
+    place: str
+    part: str | None = None
+    recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The memory of one GPU: `segments` with their blocks when the file was written, and the events before, `trace`.
+
+    Both are dictionaries as torch.cuda.memory._snapshot returns them. `devices` are those that have memory in the file.
+    """
+
+    segments: Sequence[Mapping[str, Any]]
+    trace: Sequence[Mapping[str, Any]]
+    device: int = 0
+    devices: tuple[int, ...] = (0,)
+    _kinds: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)  # of frames, by identity
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments when the file was written."""
+        return sum(segment["total_size"] for segment in self.segments)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of blocks in use then."""
+        return sum(block["size"] for block in self.blocks.values())
+
+    @cached_property
+    def blocks(self) -> dict[int, Mapping[str, Any]]:
+        """The blocks in use when the file was written, by address."""
+        return {address: block for segment in self.segments for address, block in addressed(segment)
+                if block["state"] != "inactive"}  # fmt: skip
+
+    @cached_property
+    def history(self) -> History:
+        """The trace as events, phases and steps."""
+        return History(self)
+
+    def origin(self, stack: Sequence[Mapping[str, Any]]) -> Origin:
+        """Return what `stack`, innermost frame first, says about an allocation."""
+        if not stack:
+            return Origin("backward", IN_BACKWARD) if self.has_stacks else Origin(None, "(no stack recorded)")
+        kinds = [kind for frame in stack if (kind := self._kind(frame))]
+        phase = next((kind for kind in kinds if kind in ("optimizer", "backward", "forward", "load")), None)
+        # A module that runs in backward is computed again; an optimizer's closure runs inside of its step.
+        before = kinds[: kinds.index("optimizer")] if "optimizer" in kinds else kinds
+        recomputed = phase == "forward" and "backward" in before
+        certain = [kind for kind in kinds if kind in ("logits", "workspace", GATHERED, COMMUNICATION)]
+        part = "weights" if phase == "load" else certain[0] if certain else None
+        return Origin("backward" if recomputed else phase, _place(stack, phase), part, recomputed)
+
+    @cached_property
+    def has_stacks(self) -> bool:
+        """Whether the recording kept stacks, so that a missing one says something."""
+        return any(entry.get("frames") for entry in self.trace)
+
+    def _kind(self, frame: Mapping[str, Any]) -> str | None:
+        if id(frame) not in self._kinds:  # frames are shared between stacks
+            self._kinds[id(frame)] = _kind(frame["filename"].replace("\\", "/"), frame["name"])
+        return self._kinds[id(frame)]
+
+
+class History:
+    """What a snapshot's trace says: `events` and `marks` of phases, the `origins` of allocations by their time, and
+    `boundaries`, the times at which an optimizer step had ended and the next forward pass began.
+
+    Blocks that are older than the trace stand before its first event. `failure` is the last request that found no
+    room: the bytes asked for, those free on the device, and those allocated and reserved at that moment.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.origins: dict[int, Origin] = {}
+        self.boundaries: list[int] = []
+        self.failure: tuple[int, int, int, int] | None = None
+        self.events: list[Event] = []
+        self.marks: list[Mark] = [Mark(-1, "load", {})]
+        self._phase, self._stepped = "load", False
+        self._survivors: dict[int, None] = {}  # addresses that the phase allocated and that live
+        self._recomputing: int | None = None
+        self._old_blocks()
+        self._replay()
+
+    @cached_property
+    def division(self) -> Division:
+        """The peak of the history, and its parts."""
+        return divide(self.events, self.marks)
+
+    def growth(self) -> dict[str, int]:
+        """Return the bytes that the last step left behind, by where they were allocated."""
+        return growth(self.events, self.boundaries, {time: origin.place for time, origin in self.origins.items()})
+
+    def _old_blocks(self) -> None:
+        """Put blocks that are older than the trace before it: those in use at its end, and those that it frees."""
+        known: set[int] = set()
+        freed: dict[int, int] = {}
+        for entry in self.snapshot.trace:
+            if entry["action"] == "alloc":
+                known.add(entry["addr"])
+            elif entry["action"] == "free_completed" and entry["addr"] not in known:
+                freed.setdefault(entry["addr"], _rounded(entry["size"]))
+                known.add(entry["addr"])
+        parts = {}
+        old = {address: block["size"] for address, block in self.snapshot.blocks.items() if address not in known}
+        for address, size in (old | freed).items():
+            block = self.snapshot.blocks.get(address, {}) if address in old else {}
+            stack = _stack(block)
+            origin = self.snapshot.origin(stack) if stack else Origin(None, "(older than the recording)")
+            time = -2 - len(self.origins)
+            self.events.append(Event(time, address, size))
+            self.origins[time] = origin
+            if part := origin.part or LEFT_BY.get(origin.phase or "") or (origin.phase == "forward" and "activations"):
+                parts[address] = part
+        self.events.reverse()
+        self.marks.append(Mark(-1, "load", parts))
+
+    def _replay(self) -> None:
+        trace = self.snapshot.trace
+        allocated = sum(event.size for event in self.events)
+        reserved = self.snapshot.reserved - sum(RECORD_SIZES.get(each["action"], 0) * each["size"] for each in trace)
+        last = {entry["addr"]: number for number, entry in enumerate(trace) if entry["action"] == "alloc"}
+        live = {event.address: event for event in self.events}
+        for number, entry in enumerate(trace):
+            action, size, time = entry["action"], entry["size"], 2 * number + 1
+            reserved += RECORD_SIZES.get(action, 0) * size
+            if action == "alloc":
+                address = entry["addr"]
+                block = self.snapshot.blocks.get(address) if last[address] == number else None
+                live[address] = Event(time, address, block["size"] if block else _rounded(size))
+                allocated += live[address].size
+                self._allocate(live[address], self.snapshot.origin(_stack(entry)))
+            elif action == "free_completed" and entry["addr"] in live:
+                freed = live.pop(entry["addr"])
+                self._survivors.pop(freed.address, None)
+                self.events.append(Event(time, freed.address, -freed.size))
+                allocated -= freed.size
+            elif action == "oom":
+                self.failure = size, entry["device_free"], allocated, reserved
+        end = 2 * len(trace)
+        self._enter(end, self._phase)
+        if self._stepped and self.failure is None:
+            self.boundaries.append(end)
+        if len(self.boundaries) > 1:  # other blocks of that size that a step allocates are gone after the next
+            once = (event for event in live.values() if 0 < event.time < self.boundaries[0])
+            workspaces = {event.address: "workspace" for event in once if event.size in CUBLAS_WORKSPACES}
+            self.marks.append(Mark(end, self._phase, workspaces, end))
+
+    def _allocate(self, event: Event, origin: Origin) -> None:
+        time, phase = event.time, origin.phase or self._phase
+        if self._recomputing is not None and not origin.recomputed:
+            self.marks.append(Mark(time - 1, self._phase, {}, self._recomputing))
+            self._recomputing = None
+        if phase != self._phase:
+            self._enter(time - 1, phase)
+        if phase == "forward" and self._stepped:
+            self.boundaries.append(time - 1)
+        self._stepped = phase == "optimizer" or (self._stepped and phase != "forward")
+        self.events.append(event)
+        self.origins[time] = origin
+        if origin.recomputed:
+            self._recomputing = time if self._recomputing is None else self._recomputing
+        elif origin.part:
+            self.marks.append(Mark(time + 1, phase, {event.address: origin.part}, time + 1))
+        elif origin.phase:
+            self._survivors[event.address] = None
+
+    def _enter(self, time: int, phase: str) -> None:
+        left = LEFT_BY.get(self._phase)
+        self.marks.append(Mark(time, phase, dict.fromkeys(self._survivors, left) if left else {}))
+        self._survivors.clear()
+        self._phase = phase
+
+
+def events_of_trace(trace: Iterable[Mapping[str, Any]]) -> list[Event]:
+    """Return the events of one device's trace in a snapshot (format: torch/cuda/memory.py, _snapshot's docstring).
+
+    A block counts as used until `free_completed`: with several streams that is later than when it was asked for. A
+    trace holds requested sizes; the allocator counts them rounded up to 512 B.
+    """
+    events = []
+    for entry in trace:
+        if entry["action"] in ("alloc", "free_completed"):
+            sign = 1 if entry["action"] == "alloc" else -1
+            events.append(Event(entry["time_us"] * 1000, entry["addr"], sign * _rounded(entry["size"])))
+    return events
+
+
+def growth(events: Iterable[Event], boundaries: Sequence[int], keys: Mapping[int, Key]) -> dict[Key, int]:
+    """Return the bytes by which memory grows with each step, by key, the largest first.
+
+    `boundaries` are the times at which steps end, `keys` those of allocations by their time. Counted is what the last
+    step but one allocated and the last one did not free, and at most by how much its key grew over the last step:
+    neither gradients, which the next step replaces, nor what is allocated once, grow.
+    """
+    if len(boundaries) < 2:
+        return {}
+    first, before, now = ([float("-inf"), *boundaries])[-3:]
+    live: dict[int, Event] = {}
+    sizes: dict[Key, int] = {}  # alive at the end of the last step, minus those before it
+    left: dict[Key, int] = {}
+
+    def count(into: dict[Key, int], event: Event, sign: int = 1) -> None:
+        if event.time in keys:
+            into[keys[event.time]] = into.get(keys[event.time], 0) + sign * event.size
+
+    counted = False
+    for event in events:
+        if event.time > before and not counted:
+            counted = True
+            for each in live.values():
+                count(sizes, each, -1)
+        if event.time > now:
+            break
+        if event.size > 0:
+            live[event.address] = event
+        else:
+            live.pop(event.address, None)
+    if not counted:  # nothing happened in the last step
+        return {}
+    for each in live.values():
+        count(sizes, each)
+        if first < each.time <= before:
+            count(left, each)
+    grown = {key: min(size, sizes[key]) for key, size in left.items() if sizes[key] > 0}
+    return dict(sorted(grown.items(), key=lambda item: -item[1]))
+
+
+# ---- reading
+
+
+def is_snapshot(path: str | Path) -> bool:
+    """Return whether `path` names a pickle: by its ending, or a file that begins as one."""
+    text = str(path)
+    if "\n" in text or len(text) > 4096:
+        return False
+    if text.endswith((".pickle", ".pkl")):
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(1) == pickle.PROTO
+    except (OSError, ValueError):
+        return False
+
+
+def read_snapshot(path: str | Path) -> Snapshot:
+    """Return the snapshot in the file `path`, of the GPU that has the most memory in it.
+
+    Nothing in the file is run. Raises SpecError for a file that holds anything but plain data, and for one that is no
+    snapshot, and OSError for a file that cannot be read.
+    """
+    with open(path, "rb") as file:
+        try:
+            content = _PlainData(file).load()
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from None
+        except Exception as error:  # a broken pickle can raise nearly anything
+            what = f"{type(error).__name__}: {error}"
+            raise SpecError(f"{path} is not a pickle that can be read ({what}); {HOW}") from None
+    content = {"segments": content} if isinstance(content, list) else content  # torch.cuda.memory_snapshot's
+    try:
+        segments, traces = content["segments"], content.get("device_traces", [])
+        devices = sorted({segment.get("device", 0) for segment in segments}) or [0]
+        sizes = {device: sum(s["total_size"] for s in segments if s.get("device", 0) == device) for device in devices}
+        device = max(sizes, key=lambda each: sizes[each])
+        snapshot = Snapshot(
+            [segment for segment in segments if segment.get("device", 0) == device],
+            [entry for entry in traces[device] if _checked(entry)] if device < len(traces) else [],
+            device,
+            tuple(devices),
+        )
+        for segment in snapshot.segments:
+            _check_segment(segment)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise SpecError(f"{path} is a pickle, but no memory snapshot of torch's ({what}); {HOW}") from None
+    return snapshot
+
+
+def addressed(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield each block of `segment` with its address, which old snapshots do not have."""
+    address = segment["address"]
+    for block in segment["blocks"]:
+        yield address, block
+        address += block["size"]
+
+
+def _check_segment(segment: Mapping[str, Any]) -> None:
+    blocks = [_size(block["size"]) for block in segment["blocks"] if isinstance(block["state"], str)]
+    if sum(blocks) != _size(segment["total_size"]):
+        raise ValueError(f"the blocks of a segment of {segment['total_size']} bytes have {sum(blocks)}")
+    for block in segment["blocks"]:
+        _check_stack(_stack(block))
+
+
+def _checked(entry: Mapping[str, Any]) -> bool:
+    _size(entry["size"])
+    _size(entry["device_free" if entry["action"] == "oom" else "addr"])
+    _check_stack(_stack(entry))
+    return True
+
+
+def _check_stack(stack: Iterable[Mapping[str, Any]]) -> None:
+    for frame in stack:
+        if not (isinstance(frame["filename"], str) and isinstance(frame["name"], str)):
+            raise TypeError("a frame without a file and a function")
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"a size of {value!r}")
+    return value
+
+
+def _stack(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the frames of a block or an event; torch 2.0 and older put them into a block's history."""
+    history = entry.get("history") or [{}]
+    return entry.get("frames") or history[0].get("frames") or ()
+
+
+def _rounded(size: int) -> int:
+    return -(-size // CUDA_BLOCK) * CUDA_BLOCK
+
+
+# ---- frames
+
+
+def _kind(file: str, name: str) -> str | None:
+    if any(each in file for each in OPTIMIZER_FILES) or (name == "step" and "optim" in file):
+        return "optimizer"
+    if "autograd::Engine::" in name or _is_of(BACKWARD, file, name):
+        return "backward"
+    if "torch/distributed/fsdp/" in file and ("all_gather" in name or "unshard" in name):
+        return GATHERED
+    if "torch/distributed/fsdp/" in file and "reduce" in name:
+        return COMMUNICATION
+    if "CUDABlas" in name:  # getCurrentCUDABlasHandle, getCUDABlasLtWorkspace
+        return "workspace"
+    if name in LOSSES:
+        return "logits"
+    if name in LOADERS or _is_of(LOADING, file, name):
+        return "load"
+    return "forward" if name == "forward" or (name == "_call_impl" and "torch/nn/modules/" in file) else None
+
+
+def _is_of(table: Mapping[str, Sequence[str]], file: str, name: str) -> bool:
+    return any(piece in file and name in names for piece, names in table.items())
+
+
+def _place(stack: Sequence[Mapping[str, Any]], phase: str | None) -> str:
+    """Return where a stack allocates: the module, in a simulation's snapshot, else the innermost line outside torch."""
+    inner = stack[0]
+    if inner["line"] == 0 and not re.search(r"[/?():]", inner["filename"]):  # a module's path; C++ has files or "??"
+        return collapsed(inner["filename"])
+    lines = (frame for frame in stack if is_python(frame["filename"]) and "/torch/" not in frame["filename"])
+    frame = next(lines, None)
+    if frame is None:
+        return IN_BACKWARD if phase == "backward" else "(no Python frame)"
+    return f"{PurePosixPath(frame['filename']).name}:{frame['line']} {frame['name']}"
+
+
+def is_python(file: str) -> bool:
+    """Return whether a frame's file holds Python that someone wrote."""
+    return file.endswith(".py") or file.startswith("<ipython")
