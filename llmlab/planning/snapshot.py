@@ -28,11 +28,12 @@ LEVERS = {
 class SnapshotReport(Tabular):
     """The memory of one GPU in a snapshot; all sizes are bytes.
 
-    `peak` is the most that was allocated in the recorded history, in `phase`, divided by `parts` and by `places`, which
-    are modules or lines of code. The other sizes are those when the file was written: `holes` maps a segment that is
-    partly used to its free bytes, `largest_free` is the largest free block, `unused_segments` are those without any
-    block in use, and `rounding` was added to requests. `growth` is how much each step leaves behind, by place.
-    `failure` is the last request in the history that found no room. `other` is the snapshot to compare with.
+    `peak` is the most that was allocated in the recorded history, in `phase`, divided by `parts` (`detail` is that of
+    "other") and by `places`, which are modules or lines of code. The other sizes are those when the file was written:
+    `holes` maps a segment that is partly used to its free bytes, `largest_free` is the largest free block,
+    `unused_segments` are those without any block in use, and `rounding` was added to requests.
+    `growth` is how much the last step left behind, by place. `failure` is the last request in the history that found no
+    room. `other` is the snapshot to compare with.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SnapshotReport(Tabular):
     events: int
     steps: int
     parts: Mapping[str, int]
+    detail: Mapping[str, int]
     places: Mapping[str, int]
     holes: Mapping[str, int]
     largest_free: int
@@ -91,6 +93,7 @@ class SnapshotReport(Tabular):
         """Return the rows of the table: a label, and bytes."""
         during = f", during {PHASES[self.phase]}" if self.events and self.phase in PHASES else ""
         rows = [(part, self.parts[part]) for part in PARTS if part in self.parts]
+        rows += [(f"  {name}", size) for name, size in self.detail.items()]
         rows += [(f"peak allocated{during}", self.peak), ("allocated at the end", self.allocated),
                  ("reserved at the end", self.reserved), ("  holes in used segments", sum(self.holes.values())),
                  ("  unused segments", self.unused_segments), ("  largest free block", self.largest_free),
@@ -177,6 +180,7 @@ def snapshot_report(path: str | Path, against: str | Path | None = None) -> Snap
         events=len(snapshot.trace),
         steps=len(history.boundaries),
         parts=division.parts,
+        detail=division.detail.get("other", {}),
         places=_largest_first(places),
         holes=_largest_first(holes),
         largest_free=max(free),

@@ -115,7 +115,7 @@ def changes_of(events: Sequence[Event], marks: Sequence[Mark], sizes: Iterable[i
         if moment.since is not None:
             _keep_as_activations(live, moment.since)
             continue
-        if phase == "forward":
+        if phase in ("forward", "no-grad"):
             _keep_as_activations(live, begun)
         phase, begun = moment.phase, moment.time
         changes.append((phase, None, 0))

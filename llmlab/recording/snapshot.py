@@ -14,18 +14,23 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..base.errors import SpecError
+from ..base.files import is_library
 from .parts import COMMUNICATION, CUBLAS_WORKSPACES, GATHERED, Division, Event, Mark, collapsed, divide
 
 CUDA_BLOCK = 512  # bytes; every request is rounded up to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
-HOW = "torch.cuda.memory._record_memory_history() before the run and torch.cuda.memory._dump_snapshot(FILE) make one"
+HOW = (
+    "to make one, call torch.cuda.memory._record_memory_history() before the run, and "
+    "torch.cuda.memory._dump_snapshot(FILE) after it"
+)
 RECORD_SIZES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+STATES = ("active_allocated", "active_awaiting_free", "active_pending_free", "inactive")
 LEFT_BY = {"backward": "gradients", "optimizer": "optimizer"}  # the part of what lives when the phase ends
 IN_BACKWARD = "(backward)"
 
@@ -41,8 +46,6 @@ LOADING = {"torch/nn/modules/": ("__init__", "_apply", "to", "cuda", "to_empty",
 LOADERS = ("from_pretrained", "load_checkpoint_and_dispatch", "set_module_tensor_to_device")
 LOSSES = ("cross_entropy", "nll_loss", "ForCausalLMLoss", "fixed_cross_entropy")
 
-Key = TypeVar("Key")
-
 
 class _PlainData(pickle.Unpickler):
     """Builds dicts, lists, tuples, text, numbers, booleans and None, and nothing that has a class or runs code."""
@@ -52,14 +55,32 @@ class _PlainData(pickle.Unpickler):
                         f"is not one and was not loaded; {HOW}")  # fmt: skip
 
 
+class Frame(NamedTuple):
+    """What one function on a stack says: its `kind`, its `line` if it is Python outside torch, and whether that is the
+    user's own code; `module`: its path, in a simulation's snapshot."""
+
+    kind: str | None
+    line: str
+    is_own: bool
+    module: str
+
+
 @dataclass(frozen=True)
 class Origin:
-    """Where an allocation came from: the `phase` that its stack names (None: any), its `part` if that is certain."""
+    """Where an allocation came from: the `phase` that its stack names (None: any), its `part` if that is certain.
+
+    `place` is a module or the innermost line outside torch, `line` the innermost one of the user's own code.
+    """
 
     phase: str | None
     place: str
+    line: str = ""
     part: str | None = None
     recomputed: bool = False
+
+    @property
+    def called_from(self) -> str:
+        return f"{self.place} ({self.line})" if self.line not in ("", self.place) else self.place
 
 
 @dataclass(frozen=True)
@@ -73,7 +94,7 @@ class Snapshot:
     trace: Sequence[Mapping[str, Any]]
     device: int = 0
     devices: tuple[int, ...] = (0,)
-    _kinds: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)  # of frames, by identity
+    _frames: dict[int, Frame] = field(default_factory=dict, repr=False, compare=False)  # by the identity of each
 
     @property
     def reserved(self) -> int:
@@ -100,24 +121,28 @@ class Snapshot:
         """Return what `stack`, innermost frame first, says about an allocation."""
         if not stack:
             return Origin("backward", IN_BACKWARD) if self.has_stacks else Origin(None, "(no stack recorded)")
-        kinds = [kind for frame in stack if (kind := self._kind(frame))]
+        frames = [self._frame(frame) for frame in stack]
+        kinds = [frame.kind for frame in frames if frame.kind]
         phase = next((kind for kind in kinds if kind in ("optimizer", "backward", "forward", "load")), None)
         # A module that runs in backward is computed again; an optimizer's closure runs inside of its step.
         before = kinds[: kinds.index("optimizer")] if "optimizer" in kinds else kinds
         recomputed = phase == "forward" and "backward" in before
         certain = [kind for kind in kinds if kind in ("logits", "workspace", GATHERED, COMMUNICATION)]
         part = "weights" if phase == "load" else certain[0] if certain else None
-        return Origin("backward" if recomputed else phase, _place(stack, phase), part, recomputed)
+        nowhere = IN_BACKWARD if phase == "backward" else "(no Python frame)"
+        place = frames[0].module or next((each.line for each in frames if each.line), nowhere)
+        own = next((each.line for each in frames if each.line and each.is_own), "")
+        return Origin("backward" if recomputed else phase, place, own, part, recomputed)
 
     @cached_property
     def has_stacks(self) -> bool:
         """Whether the recording kept stacks, so that a missing one says something."""
         return any(entry.get("frames") for entry in self.trace)
 
-    def _kind(self, frame: Mapping[str, Any]) -> str | None:
-        if id(frame) not in self._kinds:  # frames are shared between stacks
-            self._kinds[id(frame)] = _kind(frame["filename"].replace("\\", "/"), frame["name"])
-        return self._kinds[id(frame)]
+    def _frame(self, frame: Mapping[str, Any]) -> Frame:
+        if id(frame) not in self._frames:  # frames are shared between stacks
+            self._frames[id(frame)] = _frame(frame)
+        return self._frames[id(frame)]
 
 
 class History:
@@ -147,8 +172,8 @@ class History:
         return divide(self.events, self.marks)
 
     def growth(self) -> dict[str, int]:
-        """Return the bytes that the last step left behind, by where they were allocated."""
-        return growth(self.events, self.boundaries, {time: origin.place for time, origin in self.origins.items()})
+        """Return the bytes that the last step left behind, by place and line of the user's code."""
+        return growth(self.events, self.boundaries, lambda time: self.origins[time].called_from)
 
     def _old_blocks(self) -> None:
         """Put blocks that are older than the trace before it: those in use at its end, and those that it frees."""
@@ -158,7 +183,7 @@ class History:
             if entry["action"] == "alloc":
                 known.add(entry["addr"])
             elif entry["action"] == "free_completed" and entry["addr"] not in known:
-                freed.setdefault(entry["addr"], _rounded(entry["size"]))
+                freed.setdefault(entry["addr"], rounded(entry["size"]))
                 known.add(entry["addr"])
         parts = {}
         old = {address: block["size"] for address, block in self.snapshot.blocks.items() if address not in known}
@@ -186,7 +211,7 @@ class History:
             if action == "alloc":
                 address = entry["addr"]
                 block = self.snapshot.blocks.get(address) if last[address] == number else None
-                live[address] = Event(time, address, block["size"] if block else _rounded(size))
+                live[address] = Event(time, address, block["size"] if block else rounded(size))
                 allocated += live[address].size
                 self._allocate(live[address], self.snapshot.origin(_stack(entry)))
             elif action == "free_completed" and entry["addr"] in live:
@@ -241,27 +266,27 @@ def events_of_trace(trace: Iterable[Mapping[str, Any]]) -> list[Event]:
     for entry in trace:
         if entry["action"] in ("alloc", "free_completed"):
             sign = 1 if entry["action"] == "alloc" else -1
-            events.append(Event(entry["time_us"] * 1000, entry["addr"], sign * _rounded(entry["size"])))
+            events.append(Event(entry["time_us"] * 1000, entry["addr"], sign * rounded(entry["size"])))
     return events
 
 
-def growth(events: Iterable[Event], boundaries: Sequence[int], keys: Mapping[int, Key]) -> dict[Key, int]:
+def growth(events: Iterable[Event], boundaries: Sequence[int], key: Callable[[int], str]) -> dict[str, int]:
     """Return the bytes by which memory grows with each step, by key, the largest first.
 
-    `boundaries` are the times at which steps end, `keys` those of allocations by their time. Counted is what the last
-    step but one allocated and the last one did not free, and at most by how much its key grew over the last step:
+    `boundaries` are the times at which steps end; `key` is called with the time of an allocation. Counted is what the
+    last step but one allocated and the last one did not free, and at most by how much its key grew over the last step:
     neither gradients, which the next step replaces, nor what is allocated once, grow.
     """
     if len(boundaries) < 2:
         return {}
     first, before, now = ([float("-inf"), *boundaries])[-3:]
     live: dict[int, Event] = {}
-    sizes: dict[Key, int] = {}  # alive at the end of the last step, minus those before it
-    left: dict[Key, int] = {}
+    sizes: dict[str, int] = {}  # alive at the end of the last step, minus those before it
+    left: dict[str, int] = {}
 
-    def count(into: dict[Key, int], event: Event, sign: int = 1) -> None:
-        if event.time in keys:
-            into[keys[event.time]] = into.get(keys[event.time], 0) + sign * event.size
+    def count(into: dict[str, int], event: Event, sign: int = 1) -> None:
+        name = key(event.time)
+        into[name] = into.get(name, 0) + sign * event.size
 
     counted = False
     for event in events:
@@ -281,7 +306,7 @@ def growth(events: Iterable[Event], boundaries: Sequence[int], keys: Mapping[int
         count(sizes, each)
         if first < each.time <= before:
             count(left, each)
-    grown = {key: min(size, sizes[key]) for key, size in left.items() if sizes[key] > 0}
+    grown = {name: min(size, sizes[name]) for name, size in left.items() if sizes[name] > 0}
     return dict(sorted(grown.items(), key=lambda item: -item[1]))
 
 
@@ -345,24 +370,18 @@ def addressed(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, An
 
 
 def _check_segment(segment: Mapping[str, Any]) -> None:
-    blocks = [_size(block["size"]) for block in segment["blocks"] if isinstance(block["state"], str)]
-    if sum(blocks) != _size(segment["total_size"]):
-        raise ValueError(f"the blocks of a segment of {segment['total_size']} bytes have {sum(blocks)}")
+    _size(segment["address"])
+    _size(segment["total_size"])
     for block in segment["blocks"]:
-        _check_stack(_stack(block))
+        _size(block["size"])
+        if block["state"] not in STATES:
+            raise ValueError(f"a block in the state {block['state']!r}")
 
 
 def _checked(entry: Mapping[str, Any]) -> bool:
     _size(entry["size"])
     _size(entry["device_free" if entry["action"] == "oom" else "addr"])
-    _check_stack(_stack(entry))
     return True
-
-
-def _check_stack(stack: Iterable[Mapping[str, Any]]) -> None:
-    for frame in stack:
-        if not (isinstance(frame["filename"], str) and isinstance(frame["name"], str)):
-            raise TypeError("a frame without a file and a function")
 
 
 def _size(value: Any) -> int:
@@ -377,11 +396,25 @@ def _stack(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return entry.get("frames") or history[0].get("frames") or ()
 
 
-def _rounded(size: int) -> int:
+def rounded(size: int) -> int:
+    """Return the bytes of the block that the allocator gives for a request of `size`."""
     return -(-size // CUDA_BLOCK) * CUDA_BLOCK
 
 
 # ---- frames
+
+
+def _frame(frame: Mapping[str, Any]) -> Frame:
+    file, name, line = frame.get("filename"), frame.get("name"), frame.get("line")
+    if not (isinstance(file, str) and isinstance(name, str) and isinstance(line, int)):
+        raise SpecError(f"a stack of this snapshot has {dict(frame)} in place of a file, a line and a function; {HOW}")
+    file = file.replace("\\", "/")
+    if line == 0 and not re.search(r"[/?():]", file):  # a module's path; C++ has files or "??"
+        return Frame(None, "", False, collapsed(file))
+    shown = ""
+    if (file.endswith(".py") or "ipython" in file) and "/torch/" not in file:
+        shown = f"{file.rpartition('/')[2]}:{line} {name}"
+    return Frame(_kind(file, name), shown, not is_library(file), "")
 
 
 def _kind(file: str, name: str) -> str | None:
@@ -404,20 +437,3 @@ def _kind(file: str, name: str) -> str | None:
 
 def _is_of(table: Mapping[str, Sequence[str]], file: str, name: str) -> bool:
     return any(piece in file and name in names for piece, names in table.items())
-
-
-def _place(stack: Sequence[Mapping[str, Any]], phase: str | None) -> str:
-    """Return where a stack allocates: the module, in a simulation's snapshot, else the innermost line outside torch."""
-    inner = stack[0]
-    if inner["line"] == 0 and not re.search(r"[/?():]", inner["filename"]):  # a module's path; C++ has files or "??"
-        return collapsed(inner["filename"])
-    lines = (frame for frame in stack if is_python(frame["filename"]) and "/torch/" not in frame["filename"])
-    frame = next(lines, None)
-    if frame is None:
-        return IN_BACKWARD if phase == "backward" else "(no Python frame)"
-    return f"{PurePosixPath(frame['filename']).name}:{frame['line']} {frame['name']}"
-
-
-def is_python(file: str) -> bool:
-    """Return whether a frame's file holds Python that someone wrote."""
-    return file.endswith(".py") or file.startswith("<ipython")
