@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from ..base.errors import SpecError
 from ..base.files import is_library
+from ..base.units import MiB
 from .parts import COMMUNICATION, CUBLAS_WORKSPACES, GATHERED, Division, Event, Mark, collapsed, divide
 
 CUDA_BLOCK = 512  # bytes; every request is rounded up to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
@@ -168,8 +169,17 @@ class History:
 
     @cached_property
     def division(self) -> Division:
-        """The peak of the history, and its parts."""
-        return divide(self.events, self.marks)
+        """The peak of the history, and its parts.
+
+        A block counts as what was requested, in blocks of 512 B; if it was freed before the end, the allocator may have
+        given up to 1 MiB more, which no trace has.
+        """
+        largest = max((event.size for event in self.events if self._is_logits(event)), default=0)
+        sizes = (largest // 2, largest, 2 * largest) if largest >= MiB else ()  # in half precision and in fp32
+        return divide(self.events, self.marks, sizes)
+
+    def _is_logits(self, event: Event) -> bool:
+        return event.size > 0 and self.origins[event.time].part == "logits"
 
     def growth(self) -> dict[str, int]:
         """Return the bytes that the last step left behind, by place and line of the user's code."""

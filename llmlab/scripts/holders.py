@@ -6,16 +6,19 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from inspect import CO_OPTIMIZED
+from itertools import islice
 from linecache import getlines
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ProxyType
 
 from torch import Tensor
 
 from ..base.compat import DisableTorchFunction
 from ..base.files import is_library
 
-DEPTH = 3  # of containers in containers
+VISITS = 10_000  # objects in a variable that are looked at, the latest ones first
 CALLS = "append|appendleft|add|extend|insert|update|setdefault"
 GROWS = rf"\b{{name}}\b(.*\.({CALLS})\(|\[.+\]\s*=[^=]|\s*[+*|-]=|\s*=.*\b{{name}}\b)"
 OWN = ("_parameters", "_buffers", "_modules")  # attributes of a module that hold its weights
@@ -45,10 +48,13 @@ def holders(on_gpu: Callable[[Tensor], bool]) -> dict[Holder, int]:
         while frame is not None:
             file = frame.f_code.co_filename
             if not is_library(file) and not file.startswith("<"):
-                for name, where, value in _variables(frame.f_globals | frame.f_locals, file):
-                    tensors, nodes = _counted(value, on_gpu, DEPTH)
+                local = frame.f_locals
+                for name, where, value in _variables(frame.f_globals | local, file):
+                    tensors, nodes = _counted(value, on_gpu)
                     if tensors:
                         counts[Holder(name, where, nodes > 0)] = tensors + nodes
+                if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(local, dict):
+                    local.clear()  # before Python 3.13 a copy, which the function would keep: its tensors would stay
             frame = frame.f_back
     return counts
 
@@ -56,7 +62,7 @@ def holders(on_gpu: Callable[[Tensor], bool]) -> dict[Holder, int]:
 def _variables(scope: Mapping[str, Any], file: str) -> Iterator[tuple[str, str, Any]]:
     """Yield variables with the file that writes to them, and the attributes of those that are objects."""
     for name, value in list(scope.items()):
-        if name.startswith("__") or isinstance(value, (ModuleType, FunctionType, type)):
+        if name.startswith("__") or issubclass(type(value), (ModuleType, FunctionType, type, ProxyType)):
             continue
         if isinstance(value, (Tensor, Mapping, Collection)):
             yield name, file, value
@@ -66,17 +72,26 @@ def _variables(scope: Mapping[str, Any], file: str) -> Iterator[tuple[str, str, 
             yield from ((key, where, each) for key, each in list(vars(value).items()) if key not in OWN)
 
 
-def _counted(value: Any, on_gpu: Callable[[Tensor], bool], depth: int) -> tuple[int, int]:
+def _counted(value: Any, on_gpu: Callable[[Tensor], bool]) -> tuple[int, int]:
     """Return how many tensors on the GPU `value` holds, and how many autograd nodes those keep."""
-    if isinstance(value, Tensor):
-        return (1, _nodes(value)) if on_gpu(value) else (0, 0)
-    if depth == 0 or isinstance(value, (str, bytes)) or not isinstance(value, (Mapping, Collection)):
-        return 0, 0
-    members = value.values() if isinstance(value, Mapping) else value
-    if not isinstance(value, (dict, list, tuple, set, frozenset)) and type(value).__module__ != "collections":
-        return 0, 0  # iterating over a data set loads it
-    counts = [_counted(each, on_gpu, depth - 1) for each in list(members)]
-    return sum(tensors for tensors, _ in counts), sum(nodes for _, nodes in counts)
+    tensors = nodes = 0
+    waiting, visits = [value], 0
+    while waiting and visits < VISITS:
+        visits += 1
+        each = waiting.pop()
+        if isinstance(each, Tensor) and on_gpu(each):
+            tensors += 1
+            nodes += _nodes(each)
+        elif isinstance(each, Mapping) and _is_plain(each):
+            waiting += islice(each.values(), VISITS)
+        elif isinstance(each, Collection) and _is_plain(each):
+            waiting += islice(each, VISITS)
+    return tensors, nodes
+
+
+def _is_plain(container: Collection[Any]) -> bool:
+    """Return whether iterating over `container` runs no code of anybody's: a data set would load its rows."""
+    return type(container).__module__ in ("builtins", "collections") and not isinstance(container, (str, bytes))
 
 
 def _nodes(tensor: Tensor) -> int:

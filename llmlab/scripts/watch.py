@@ -227,8 +227,6 @@ class Watch:
             if most := max(grown.values(), default=0):
                 self._holder = next(holder for holder, size in grown.items() if size == most) if most > 0 else None
             self._holders = now
-        elif self.steps == 1:
-            self._holders = holders(self.sim.holds)
         self._allocated = self.sim.allocated
 
     @property
