@@ -84,9 +84,9 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
             answers["snapshot"] = verbs.fix(snapshots[0], against=snapshots[1] if len(snapshots) == 2 else None)
         if not words:
             answers["message"] = verbs.fix(sys.stdin.read())
-        if models and gpu is None:
-            raise SpecError("fix needs --gpu NAME if a MODEL is given; `llmlab gpus` lists the names")
         if models:
+            if gpu is None:
+                raise SpecError("fix needs --gpu NAME if a MODEL is given; `llmlab gpus` lists the names")
             answers["changes"] = verbs.fix(models[0], run_from(context), gpu, cluster_from(context))
         if as_json:
             data = {name: answer.to_dict() for name, answer in answers.items()}
