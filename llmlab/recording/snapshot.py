@@ -125,9 +125,7 @@ class Snapshot:
         frames = [self._frame(frame) for frame in stack]
         kinds = [frame.kind for frame in frames if frame.kind]
         phase = next((kind for kind in kinds if kind in ("optimizer", "backward", "forward", "load")), None)
-        # A module that runs in backward is computed again; an optimizer's closure runs inside of its step.
-        before = kinds[: kinds.index("optimizer")] if "optimizer" in kinds else kinds
-        recomputed = phase == "forward" and "backward" in before
+        recomputed = phase == "forward" and "backward" in kinds  # by checkpointing
         certain = [kind for kind in kinds if kind in ("logits", "workspace", GATHERED, COMMUNICATION)]
         part = "weights" if phase == "load" else certain[0] if certain else None
         nowhere = IN_BACKWARD if phase == "backward" else "(no Python frame)"
@@ -422,7 +420,7 @@ def _frame(frame: Mapping[str, Any]) -> Frame:
     if line == 0 and not re.search(r"[/?():]", file):  # a module's path; C++ has files or "??"
         return Frame(None, "", False, collapsed(file))
     shown = ""
-    if (file.endswith(".py") or "ipython" in file) and "/torch/" not in file:
+    if (file.endswith(".py") or "ipython" in file) and not re.search(r"(-packages|/pytorch)/torch/", file):
         shown = f"{file.rpartition('/')[2]}:{line} {name}"
     return Frame(_kind(file, name), shown, not is_library(file), "")
 

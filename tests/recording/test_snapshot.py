@@ -89,8 +89,9 @@ def test_what_is_computed_again_in_backward_is_activations(tmp_path):
     again = trace.alloc(4 * MiB, LINEAR, CALL, RECOMPUTE)
     trace.alloc(2 * MiB)
     trace.free(again)
-    parts = trace.write(tmp_path / "a.pickle").history.division.parts
-    assert parts == {"activations": 5 * MiB, "gradients": 2 * MiB}
+    division = trace.write(tmp_path / "a.pickle").history.division
+    assert division.parts == {"activations": 5 * MiB, "gradients": 2 * MiB}
+    assert division.phases == {"load": 0, "forward": MiB, "backward": 7 * MiB}
 
 
 def test_a_forward_pass_in_an_optimizers_closure_is_one(tmp_path):
