@@ -17,6 +17,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from .. import hardware, verbs
 from ..base.errors import SCRIPT_FAILED, LabWarning, NotAvailable, ScriptFailed, SpecError, UnknownName
@@ -24,7 +25,7 @@ from ..base.tables import Table, Tabular, show
 from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
 from ..hardware.doctor import doctor as check_machine
-from ..hardware.gpu import DTYPES
+from ..hardware.gpu import DTYPES, GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..specs.generic import UNBOUNDED
 from ..specs.hub_cache import download_config
@@ -106,9 +107,14 @@ def _answer(report: Report, as_json: bool) -> int:
       "cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
+@click.option("--lengths", metavar="FILE", help="Lengths of the training sequences in tokens, one per line or as a "
+              "JSON list, instead of --seq-len. Batches are padded to their longest sequence.")  # fmt: skip
 @cluster_options
 @_json
-def estimate(context: click.Context, model: str, gpu: str | None, power: float | None, as_json: bool, **_: Any) -> int:
+def estimate(
+    context: click.Context, model: str, gpu: str | None, power: float | None, lengths: str | None, as_json: bool,
+    **_: Any,
+) -> int:
     """Estimate memory and time of a run with closed formulas.
 
     This takes milliseconds.
@@ -116,7 +122,22 @@ def estimate(context: click.Context, model: str, gpu: str | None, power: float |
     if power is not None and gpu is None:
         raise SpecError("--power needs --gpu; name the GPU that has this power limit")
     card = gpu if gpu is None or power is None else find_gpu(gpu, power)
+    if lengths is not None:
+        return _of_lengths(context, model, card, lengths, as_json)
     return _answer(verbs.estimate(model, run_from(context), card, cluster_from(context)), as_json)
+
+
+def _of_lengths(context: click.Context, model: str, card: GPU | str | None, file: str, as_json: bool) -> int:
+    from ..planning.lengths import padded, read_lengths
+
+    run = run_from(context)
+    if not isinstance(run, Training):
+        raise SpecError("--lengths is for training steps; leave out the options of generation")
+    if context.get_parameter_source("seq_len") is ParameterSource.COMMANDLINE:
+        raise SpecError("--lengths and --seq-len both say how long sequences are; leave out one of them")
+    found = padded(model, run, card, read_lengths(file), cluster_from(context))
+    _print(_dump(found.to_dict()) if as_json else found)
+    return EXIT[found.worst.outcome]
 
 
 @_verb
