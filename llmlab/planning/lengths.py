@@ -47,6 +47,7 @@ class Lengths(Tabular):
 
     batches: tuple[PaddedBatch, ...]
     sequences: int
+    micro_batch: int
     longest_fitting: int | None
     longer: int
     first_update: int
@@ -61,7 +62,7 @@ class Lengths(Tabular):
         """Return JSON-ready values, sizes in bytes."""
         batches = [{"name": batch.name, "length": batch.length, "shorter": batch.shorter,
                     "report": batch.report.to_dict()} for batch in self.batches]  # fmt: skip
-        names = ("sequences", "longest_fitting", "longer", "first_update", "within_trial")
+        names = ("sequences", "micro_batch", "longest_fitting", "longer", "first_update", "within_trial")
         return {"batches": batches, **{name: getattr(self, name) for name in names}}
 
     def _table(self) -> Table:
@@ -70,8 +71,7 @@ class Lengths(Tabular):
              show_bytes(each.report.needed), each.report.outcome) for each in self.batches
         ]  # fmt: skip
         header = ("batch", "tokens per sequence", "batches up to it", "peak allocated", "memory needed", "outcome")
-        run = self.worst.run
-        title = f"{self.worst.title}: {self.sequences:,} sequences in batches of {run.micro_batch}, padded"
+        title = f"{self.worst.title}: {self.sequences:,} sequences in batches of {self.micro_batch}, padded"
         return Table(header, rows, title, "\n".join(self._sentences()), (0, 5))
 
     def _sentences(self) -> list[str]:
@@ -138,7 +138,7 @@ def padded(
     longer = total - bisect_right(ordered, fitting or 0)
     per_update = size * run.accumulation * run.dp
     trial = min(total, TRIAL * per_update)
-    return Lengths(tuple(batches), total, fitting, longer, ceil((total + 1) / (longer + 1) / per_update),
+    return Lengths(tuple(batches), total, size, fitting, longer, ceil((total + 1) / (longer + 1) / per_update),
                    1 - _share_without(total, longer, trial))  # fmt: skip
 
 
