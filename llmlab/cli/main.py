@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -27,18 +27,16 @@ from ..base.version import __version__
 from ..hardware.doctor import doctor as check_machine
 from ..hardware.gpu import DTYPES, GPU
 from ..hardware.gpu import gpu as find_gpu
+from ..report import Comparison, Report
 from ..specs.generic import UNBOUNDED
 from ..specs.hub_cache import download_config
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
 from ..specs.run import Training
-from .options import EXIT_CODES, MODEL, cluster_from, cluster_options, run_from, spec_options
+from .options import EXIT_CODES, MODEL, changed, cluster_from, cluster_options, run_from, spec_options
 from .plan import add_plan
 from .run import add_run
 from .serve import add_serve
-
-if TYPE_CHECKING:
-    from ..report import Report
 
 EXIT = {"fits": 0, "out of memory": 1, "unknown": 2}
 INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
@@ -107,27 +105,42 @@ def _answer(report: Report, as_json: bool) -> int:
       "cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
+@click.option("--vs", metavar="OPTIONS",
+              help="Show a second run beside this one: the same options, except those given here in quotes, for "
+              "example --vs '--zero 3 --checkpointing full'. The exit code is that of the first run.")  # fmt: skip
 @click.option("--lengths", metavar="FILE", help="Lengths of the training sequences in tokens, one per line or as a "
               "JSON list, instead of --seq-len. Batches are padded to their longest sequence.")  # fmt: skip
 @cluster_options
 @_json
-def estimate(
-    context: click.Context, model: str, gpu: str | None, power: float | None, lengths: str | None, as_json: bool,
-    **_: Any,
-) -> int:
+def estimate(context: click.Context, vs: str | None, lengths: str | None, as_json: bool, **_: Any) -> int:
     """Estimate memory and time of a run with closed formulas.
 
     This takes milliseconds.
     """
-    if power is not None and gpu is None:
-        raise SpecError("--power needs --gpu; name the GPU that has this power limit")
-    card = gpu if gpu is None or power is None else find_gpu(gpu, power)
     if lengths is not None:
-        return _of_lengths(context, model, card, lengths, as_json)
-    return _answer(verbs.estimate(model, run_from(context), card, cluster_from(context)), as_json)
+        if vs is not None:
+            raise SpecError("--lengths and --vs exclude each other; leave out one of them")
+        return _of_lengths(context, lengths, as_json)
+    report = _estimated(context)
+    if vs is None:
+        return _answer(report, as_json)
+    both = Comparison((report, _estimated(changed(context, vs, "--vs"))))
+    _print(both.to_json() if as_json else both)
+    return EXIT[report.outcome]
 
 
-def _of_lengths(context: click.Context, model: str, card: GPU | str | None, file: str, as_json: bool) -> int:
+def _estimated(context: click.Context) -> Report:
+    return verbs.estimate(context.params["model"], run_from(context), _card(context), cluster_from(context))
+
+
+def _card(context: click.Context) -> GPU | str | None:
+    name, power = context.params["gpu"], context.params["power"]
+    if power is not None and name is None:
+        raise SpecError("--power needs --gpu; name the GPU that has this power limit")
+    return name if name is None or power is None else find_gpu(name, power)
+
+
+def _of_lengths(context: click.Context, file: str, as_json: bool) -> int:
     from ..planning.lengths import padded, read_lengths
 
     run = run_from(context)
@@ -135,7 +148,7 @@ def _of_lengths(context: click.Context, model: str, card: GPU | str | None, file
         raise SpecError("--lengths is for training steps; leave out the options of generation")
     if context.get_parameter_source("seq_len") is ParameterSource.COMMANDLINE:
         raise SpecError("--lengths and --seq-len both say how long sequences are; leave out one of them")
-    found = padded(model, run, card, read_lengths(file), cluster_from(context))
+    found = padded(context.params["model"], run, _card(context), read_lengths(file), cluster_from(context))
     _print(_dump(found.to_dict()) if as_json else found)
     return EXIT[found.worst.outcome]
 

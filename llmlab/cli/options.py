@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -136,6 +137,25 @@ def run_from(context: click.Context) -> Run:
         cast = half != "fp32" and ("lora" not in given or given.get("quantization"))
         given = {"precision": f"autocast-{half}" if cast else half, **given}
     return Training(**given)
+
+
+def changed(context: click.Context, options: str, flag: str) -> click.Context:
+    """Return the context of the same command line with the `options` that `flag` gave in the place of its own."""
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise SpecError(f"{flag} {options!r} cannot be read: {error}; give options in quotes") from None
+    if not words or not words[0].startswith("-"):
+        raise SpecError(f"{flag} {options!r} has no option; give, for example, {flag} '--zero 3'")
+    other = context.command.make_context(context.info_name, [context.params["model"], *words], parent=context.parent)
+    if other.params.get(flag.lstrip("-")) is not None:
+        raise SpecError(f"{flag} inside of {flag}; compare two runs at a time")
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if source is ParameterSource.COMMANDLINE and other.get_parameter_source(name) is not source:
+            other.params[name] = value
+            other.set_parameter_source(name, source)
+    return other
 
 
 def _half(context: click.Context) -> str:

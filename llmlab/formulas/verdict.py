@@ -29,9 +29,9 @@ class Kind(NamedTuple):
     holes: float
 
 
-# From 994 draws (benchmarks/room_draws.csv, 2026-11-29), 130 of them on several GPUs. Each was simulated once, and its
-# requests were then sent to allocators with less and less room. benchmarks/results/room.md shows the percentiles, and
-# how well each half predicts the other.
+# From 994 draws (benchmarks/memory/room_draws.csv, 2026-11-29), 130 of them on several GPUs. Each was simulated once,
+# and its requests were then sent to allocators with less and less room. benchmarks/results/room.md shows the
+# percentiles, and how well each half predicts the other.
 #
 # The allocator returns a segment only if no block in it is in use. The largest blocks of a step are usually the logits.
 # When they are freed, their segments serve smaller requests, and one block that stays keeps a segment, so the next
@@ -58,8 +58,8 @@ DRAWN = (NO_LOGITS, KEPT, SELECTIVE, RECOMPUTED, GENERATION)
 OTHER = Kind("other runs", 1.25)
 # Megatron-LM allocates weights and gradients once, in large buffers, and all its micro-batches request the same blocks.
 # In public logs of dense models (megatron-core with Transformer Engine), ranks with enough memory reserved 1.007 to
-# 1.130 times their peak, with a median of 1.03 (benchmarks/room.py). The logs do not include its older layers, or
-# attention that stores its probabilities.
+# 1.130 times their peak, with a median of 1.03 (benchmarks/memory/room.py). The logs do not include its older layers,
+# or attention that stores its probabilities.
 MEGATRON = Kind("Megatron-LM", 1.15)
 # Expandable segments have next to no holes (benchmarks/results/room.md). The formula is within 2.6 % of all 22 peaks
 # that Megatron-LM's tests print (megatron_golden.py).
@@ -78,7 +78,7 @@ class Verdict(NamedTuple):
     most: int
 
 
-# The fields of Training that benchmarks/room_draws.py varies, and their values that it leaves out.
+# The fields of Training that benchmarks/memory/room_draws.py varies, and their values that it leaves out.
 VARIED = {"micro_batch", "seq_len", "precision", "optimizer", "checkpointing", "attention", "accumulation", "lora",
           "quantization", "kernels", "dp", "zero", "tp", "sequence_parallel"}  # fmt: skip
 LEFT_OUT = {"muon", "gptq", "liger"}
@@ -106,7 +106,7 @@ def reserved_beside(spec: ModelSpec, run: Training) -> int:
 
     Under tensor parallelism these are two whole inputs per layer, which the stream of communication uses too
     (record_stream), and with ZeRO-1 one flat copy of the weights that are gathered after the update. With both, the
-    reserved bytes of 875 jobs are within 8 % at the median, and without 16 % too low (benchmarks/ultrascale.py).
+    reserved bytes of 875 jobs are within 8 % at the median, and without 16 % too low (benchmarks/time/ultrascale.py).
     """
     weights = states(spec, run).weights if run.zero == 1 else 0
     inputs = 2 * run.tokens * spec.hidden * bytes_of(run).compute * layers_of(spec, run)[0] if run.tp > 1 else 0
@@ -114,8 +114,8 @@ def reserved_beside(spec: ModelSpec, run: Training) -> int:
 
 
 def _was_drawn(run: Training) -> bool:
-    """Whether benchmarks/room_draws.py draws runs like this one. lab.simulate has no ZeRO of quantized weights."""
-    plain = all(getattr(run, each.name) == each.default for each in fields(run) if each.name not in VARIED)
+    """Whether benchmarks/memory/room_draws.py draws runs like this. lab.simulate has no ZeRO of quantized weights."""
+    plain = all(getattr(run, field.name) == field.default for field in fields(run) if field.name not in VARIED)
     left_out = LEFT_OUT & {run.optimizer, run.quantization, run.kernels}
     return plain and not left_out and not (run.zero and run.quantization)
 

@@ -65,7 +65,7 @@ def _settled_collectives(spans: list[Span]) -> Iterator[None]:
 
     def settled(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
-            tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+            tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
             users, since = sum(map(_users, tensors)), time.time_ns()
             out = collective(*args, **named)
             if isinstance(out, functional.AsyncCollectiveTensor):

@@ -57,12 +57,12 @@ class CPUEvents:
 
     def stop(self) -> list[Event]:
         allocation = symbol("torch._C._profiler._ExtraFields_Allocation")
-        found = []
+        events = []
         for node in symbol("torch._C._autograd._disable_profiler")().experimental_event_tree():
             fields = node.extra_fields
             if isinstance(fields, allocation):  # of the CPU: no other activity is on
-                found.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
-        return sorted(found, key=lambda event: event.time)
+                events.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
+        return sorted(events, key=lambda event: event.time)
 
 
 class CUDAEvents:

@@ -98,7 +98,7 @@ def changes_of(events: Sequence[Event], marks: Sequence[Mark], sizes: Iterable[i
     logits = frozenset(sizes)
     changes: list[Change] = []
     live: dict[int, Block] = {}
-    phase, begun = None, 0
+    phase, start = None, 0
     for moment in moments:
         if isinstance(moment, Event):
             if moment.size > 0:
@@ -116,8 +116,8 @@ def changes_of(events: Sequence[Event], marks: Sequence[Mark], sizes: Iterable[i
             _keep_as_activations(live, moment.since)
             continue
         if phase in ("forward", "no-grad"):
-            _keep_as_activations(live, begun)
-        phase, begun = moment.phase, moment.time
+            _keep_as_activations(live, start)
+        phase, start = moment.phase, moment.time
         changes.append((phase, None, 0))
     survivors = {id(block) for block in live.values()}
     for _, born, size in changes:

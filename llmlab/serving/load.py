@@ -21,8 +21,8 @@ ROUNDS = 10  # answers that each user waits for, as in InferenceX's runs
 REQUESTS = 400  # of a load given by a rate
 # A first token comes later than its prompt is read: by steps that are under way or queued, and by the engine's HTTP
 # server; and among users who each wait for an answer, a tenth of the others' prompts come before one's own, since
-# their answers end together. Fitted on every eighth deployment of benchmarks/serving.py, whose results say how far off
-# the others are.
+# their answers end together. Fitted on every eighth deployment of benchmarks/serving/serving.py, whose results say how
+# far off the others are.
 FIRST_STEPS, TOGETHER = 5.4, 0.1
 FIRST_TOKEN = {"vllm": 0.0, "sglang": 0.31, "trtllm": 0.08}
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed

@@ -19,7 +19,7 @@ from .service import Service
 PARTS = ("matmuls", "attention", "experts", "communication", "other kernels", "host")
 # Small kernels of a mixer: two norms with the residual (one is the MLP's), rotary embedding, writing to the cache.
 MIXER_KERNELS, MLP_KERNELS, EXPERT_KERNELS = 3, 2, 4
-# Set by hand near what fits every eighth deployment of benchmarks/serving.py best.
+# Set by hand near what fits every eighth deployment of benchmarks/serving/serving.py best.
 STEP_HOST = {"vllm": 0.3e-3, "sglang": 1e-3, "trtllm": 0.1e-3}  # seconds of a step that the GPU waits for the host
 ROW_HOST = 15e-6  # and per sequence: its token is sampled, sent and scheduled
 

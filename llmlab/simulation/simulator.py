@@ -157,8 +157,8 @@ class Simulator:
     def __repr__(self) -> str:
         from ..base.units import show_bytes
 
-        held = f"{show_bytes(self.peak_allocated)} allocated, {show_bytes(self.peak_reserved)} reserved"
-        return f"<simulated {self.gpu.name}: at most {held}>"
+        state = f"{show_bytes(self.peak_allocated)} allocated, {show_bytes(self.peak_reserved)} reserved"
+        return f"<simulated {self.gpu.name}: at most {state}>"
 
 
 @contextmanager
@@ -205,10 +205,10 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
     meter, and SpecError inside another simulator and in a second thread.
     """
-    found = find_gpu(gpu)
+    device = find_gpu(gpu)
     if find_spec("torch") is None:
         raise NotAvailable("simulating needs torch: pip install 'llmlab[torch]'")
-    capability_of(found)
+    capability_of(device)
     from .allocator.caching import Allocator
     from .allocator.config import AllocatorConfig
     from .card import Card
@@ -216,8 +216,8 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     from .patching.install import script_on
 
     host = RealHost(assume)
-    memory = Allocator(found.room(), AllocatorConfig.from_environment(), found.memory)
+    memory = Allocator(device.room(), AllocatorConfig.from_environment(), device.memory)
     memory.late_config = AllocatorConfig.from_environment  # a script may set it in its first lines
-    card = Card(found, memory, host)
+    card = Card(device, memory, host)
     with script_on(card, host, world_size) as phases:
         yield Simulator(card, phases)

@@ -1,16 +1,12 @@
 """The published throughputs and what is said about them."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import llmlab as lab
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import throughput
+from benchmarks.time import throughput
 
 
 def test_every_row_is_a_run_that_can_be_asked_for():

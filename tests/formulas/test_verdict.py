@@ -167,7 +167,7 @@ def test_plans_and_estimates_say_the_same_of_each_kind():
 
 
 def test_megatrons_buffers_leave_fewer_holes_than_a_step_of_transformers():
-    """15 ranks whose logs are public reserved at most 1.130 times their peak (benchmarks/room.py)."""
+    """15 ranks whose logs are public reserved at most 1.130 times their peak (benchmarks/memory/room.py)."""
     run, spec, peak = lab.Training(dp=8, zero=1, stack="megatron"), lab.model("Llama-2-7b"), at("backward", 40)
     assert kind(spec, run, peak) == MEGATRON and 1.13 < MEGATRON.holes < OTHER.holes
     expandable = replace(run, stack="megatron:expandable_segments=true")  # its peaks are 2.6 % off at most

@@ -391,7 +391,7 @@ def test_stacks_side_by_side():
             for stack in ("transformers", "torchtitan")
         )
     )
-    assert both.stacks == ["transformers", "torchtitan"]
+    assert both.names == ["transformers", "torchtitan"]
     assert both.table()[0] == ("", "estimated, transformers", "estimated, torchtitan")
     first, second = (report.peak_allocated for report in both.reports)
     assert second < first

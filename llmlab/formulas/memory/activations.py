@@ -38,19 +38,19 @@ def block_saved(share: Share) -> list[Saved]:
     if block := block_of(share):
         return saved(block.saved, share)
     spec, run, T = share.spec, share.run, share.tokens
-    kept = [_norms(share), *_attention(share)]
+    rows = [_norms(share), *_attention(share)]
     if run.lora is None:
         # Autocast casts the input of every linear anew: q, k and v each keep a copy of the same tensor.
         copies = 3 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
-        kept.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
-    kept += _mlp(share)
+        rows.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
+    rows += _mlp(share)
     if run.lora:
-        kept.append(Saved("adapters", _adapters(share, adapted(spec, run)), "tokens"))
+        rows.append(Saved("adapters", _adapters(share, adapted(spec, run)), "tokens"))
     if run.quantization:
-        kept.append(Saved("int8 inputs", int8_inputs(share, alone=True), "tokens"))
+        rows.append(Saved("int8 inputs", int8_inputs(share, alone=True), "tokens"))
     if spec.dropout:
-        kept.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, "tokens"))
-    return kept
+        rows.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, "tokens"))
+    return rows
 
 
 def mlp_saved(share: Share) -> list[Saved]:
@@ -58,9 +58,9 @@ def mlp_saved(share: Share) -> list[Saved]:
     begins."""
     spec, run = share.spec, share.run
     norms = _norms(share)
-    kept = [Saved("norms", norms.bytes // 2, norms.cut), *_mlp(share)]
+    rows = [Saved("norms", norms.bytes // 2, norms.cut), *_mlp(share)]
     linears = [linear for linear in adapted(spec, run) if linear.part == "mlp"]
-    return [*kept, Saved("adapters", _adapters(share, linears), "tokens")] if linears else kept
+    return [*rows, Saved("adapters", _adapters(share, linears), "tokens")] if linears else rows
 
 
 def without_gradient(share: Share) -> list[Saved]:
@@ -96,12 +96,12 @@ def casts_without_gradient(share: Share) -> int:
     first = reached(share)
     if first is None:
         return 0
-    return sum(each.elements // share.spec.layers for each in share.spec.block_linears if _place(each) <= first)
+    return sum(linear.elements // share.spec.layers for linear in share.spec.block_linears if _place(linear) <= first)
 
 
 def reached(share: Share) -> int | None:
     """Return the `_place` of the first block's first adapter; None where gradients go through all of it."""
-    linears = [each for each in adapted(share.spec, share.run) if each.part != "head"]
+    linears = [linear for linear in adapted(share.spec, share.run) if linear.part != "head"]
     if not linears or not share.first or share.run.checkpointing or share.spec.experts:
         return None
     return min(map(_place, linears))
@@ -130,27 +130,27 @@ def _attention(share: Share) -> list[Saved]:
     width = _qkv_width(share, share.kernel) * (spec.layers - windows)
     if windows:
         width += _qkv_width(share, "efficient") * windows
-    kept = [Saved("q, k, v", T * c * width // spec.layers)]
+    rows = [Saved("q, k, v", T * c * width // spec.layers)]
     if spec.mla and trained:
         latent = 2 * (spec.mla.q_lora_rank or 0) + 2 * spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim
-        kept.append(Saved("linear inputs", T * c * latent, "whole"))
+        rows.append(Saved("linear inputs", T * c * latent, "whole"))
     if spec.qk_norm and share.fuses:
-        kept.append(Saved("norms", T * (c * (Q + spec.key_width) + 4 * (spec.heads + spec.kv_heads))))
+        rows.append(Saved("norms", T * (c * (Q + spec.key_width) + 4 * (spec.heads + spec.kv_heads))))
     elif spec.qk_norm:
-        kept.append(Saved("norms", T * (4 + (share.bytes.compute if trained else 0)) * (Q + spec.key_width)))
+        rows.append(Saved("norms", T * (4 + (share.bytes.compute if trained else 0)) * (Q + spec.key_width)))
     if share.fused:
         # FlashAttention, arXiv 2205.14135, section 3.1: the output and one log-sum-exp per row and head.
-        kept.append(Saved("attention output", T * (c * Q + 4 * spec.heads)))
+        rows.append(Saved("attention output", T * (c * Q + 4 * spec.heads)))
         if trained and (copied := _outputs_copied(share)):
-            kept.append(Saved("attention output", T * c * Q * copied // spec.layers))
+            rows.append(Saved("attention output", T * c * Q * copied // spec.layers))
         if windows:  # each layer's SDPA makes numbers of the booleans that it is given, and keeps them
             elements = share.run.micro_batch * share.run.seq_len**2 // share.run.cp
-            kept.append(Saved("attention mask", c * elements * windows // spec.layers, "whole"))
-        return kept
-    kept.append(Saved("scores", kept_scores(share)))
+            rows.append(Saved("attention mask", c * elements * windows // spec.layers, "whole"))
+        return rows
+    rows.append(Saved("scores", kept_scores(share)))
     if trained:
-        kept.append(Saved("attention output", T * share.bytes.compute * Q))  # the output projection's input
-    return kept
+        rows.append(Saved("attention output", T * share.bytes.compute * Q))  # the output projection's input
+    return rows
 
 
 def _outputs_copied(share: Share) -> int:
@@ -241,8 +241,8 @@ def _adapters(share: Share, linears: list[Linear]) -> int:
 def copies_input(share: Share, place: int) -> bool:
     """Whether adapters at a `_place` read a cast copy of the block's tensor. Of bitsandbytes' linears peft leaves
     casting to autocast (tuners/lora/bnb.py), which what attention returned needs no more."""
-    given = share.bytes.compute if place == 1 and by_bitsandbytes(share.run) else share.bytes.residual
-    return given != adapters_stream(share)
+    width = share.bytes.compute if place == 1 and by_bitsandbytes(share.run) else share.bytes.residual
+    return width != adapters_stream(share)
 
 
 def adapters_drop(share: Share) -> bool:
@@ -304,45 +304,47 @@ def checkpointed(share: Share) -> dict[str, int]:
     Selective checkpointing does not know bitsandbytes' products: of a quantized block it keeps what the adapters'
     products returned."""
     spec, run, T, c = share.spec, share.run, share.tokens, share.bytes.compute
-    kept = block_inputs(share)
+    saved_by_kind = block_inputs(share)
     if share.blocks_compiled and run.checkpointing == "selective":
-        kept = {"block inputs": 0}  # the partitioner keeps the first block's, and sums up the others from outputs
+        # The partitioner keeps the first block's, and sums up the others from outputs.
+        saved_by_kind = {"block inputs": 0}
     if block := block_of(share):
         if run.checkpointing == "full":
-            return kept
+            return saved_by_kind
         if every := stack_of(run).recomputes_one_in:
-            return _some_layers(share, kept, every)
-        return kept | per_device(saved(block.selective, share), run)
+            return _some_layers(share, saved_by_kind, every)
+        return saved_by_kind | per_device(saved(block.selective, share), run)
     if inputs := int8_inputs(share):
-        kept["int8 inputs"] = inputs
+        saved_by_kind["int8 inputs"] = inputs
     if run.checkpointing != "selective":
-        return kept
+        return saved_by_kind
     attention = c * spec.query_width + 4 * spec.heads if share.fused else 0
     if by_bitsandbytes(run) and run.lora:
         if inputs and share.fused:
             attention = 4 * spec.heads  # its output is the output projection's input
-        kept["matmul outputs"] = T * (attention + c * _adapter_results(share))
+        saved_by_kind["matmul outputs"] = T * (attention + c * _adapter_results(share))
     else:
         mlp = spec.token_mlp_width * (2 if spec.gated else 1)
         attention += adapters_stream(share) * _adapter_results(share)
         split = T * (c * (spec.query_width + 2 * spec.key_width + mlp) + attention)
         # The last product of a pair returns a part of the sum, for all tokens, that is scattered only then.
-        kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden
-    return kept
+        saved_by_kind["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden
+    return saved_by_kind
 
 
 def block_inputs(share: Share) -> dict[str, int]:
     """Return the bytes by kind of what a block is given, which all checkpointing keeps."""
     stream = share.tokens * share.bytes.residual * share.spec.hidden // share.sequence_ranks
     block = block_of(share)
-    return {"block inputs": stream} | (per_device(saved(block.given, share), share.run) if block else {})
+    return {"block inputs": stream} | (per_device(saved(block.arguments, share), share.run) if block else {})
 
 
-def _some_layers(share: Share, kept: dict[str, int], every: int) -> dict[str, int]:
+def _some_layers(share: Share, saved_by_kind: dict[str, int], every: int) -> dict[str, int]:
     """Return what a block keeps on average where one of `every` is recomputed, and keeps no more than `kept`."""
     recomputed = share.layers // every  # the last of each (distributed/activation_checkpoint.py, _apply_layer_sac)
     whole = per_device(block_saved(share), share.run)
     others = share.layers - recomputed
     return {
-        kind: (whole.get(kind, 0) * others + kept.get(kind, 0) * recomputed) // share.layers for kind in whole | kept
+        kind: (whole.get(kind, 0) * others + saved_by_kind.get(kind, 0) * recomputed) // share.layers
+        for kind in whole | saved_by_kind
     }

@@ -118,12 +118,12 @@ def units(
     dense = weights.dense - outside - gathered_less(spec, run, b.weights, layers)
     own_experts = int(weights.experts / layers) if own_unit(run) else 0
     block = int((weights.experts * padding + dense) / layers) - own_experts
-    gradient, reduced, kept = b.gradients, reduced_bytes(run, b), 4 if b.master else b.gradients
+    gradient, reduced, sum_bytes = b.gradients, reduced_bytes(run, b), 4 if b.master else b.gradients
     if run.lora:
-        around, gradient, kept = 0, adapter_bytes(run), adapter_bytes(run)
-        reduced = min(kept, reduced) if run.reduce_dtype != "fp32" else kept
+        around, gradient, sum_bytes = 0, adapter_bytes(run), adapter_bytes(run)
+        reduced = min(sum_bytes, reduced) if run.reduce_dtype != "fp32" else sum_bytes
     if run.offload and run.sync_each_batch:  # gradients leave as they are made
-        gradient = reduced = kept = 0
+        gradient = reduced = sum_bytes = 0
     own = padded = (trained - around) / layers  # trained parameters of one block
     if not run.lora:
         padded += counts["experts"] / layers * (padding - 1)
@@ -156,7 +156,7 @@ def units(
         block_gradients=int(gradient * own),
         outside_gradients=gradient * around,
         block_reduction=int(reduced * padded),
-        block_shard=int(kept * padded) // (run.dp_shard * run.cp),
+        block_shard=int(sum_bytes * padded) // (run.dp_shard * run.cp),
         outside_reduction=reduced * around,
-        outside_shard=kept * around // (run.dp_shard * run.cp),
+        outside_shard=sum_bytes * around // (run.dp_shard * run.cp),
     )

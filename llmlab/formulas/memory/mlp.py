@@ -97,8 +97,8 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
     products = 0  # what selective checkpointing keeps of the branches' products
     if checkpointing == "selective":
         products = (0 if quantized else 2 * o) + s * sum(adapters.values()) * branches
-    kept = (of_branches + o if checkpointing is None else products) + mlp.stays
-    kept += mlp.own if checkpointing is None else 0
+    saved_bytes = (of_branches + o if checkpointing is None else products) + mlp.stays
+    saved_bytes += mlp.own if checkpointing is None else 0
     # The last branch: act's output is there, and what it was made of where that is kept.
     there = 0 if mlp.one else o * (2 - share.fuses if checkpointing is None else 1) + products // 2
     width, weight = mlp.product(branches)
@@ -114,19 +114,19 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
     if adapters["gate_proj"]:
         moments.append(share.tokens * f * chain)
     # Then the branches' product, and down_proj reads it: branches are gone unless they are kept.
-    held = (of_branches + o if checkpointing is None else products) + o
-    moments.append(share.tokens * f * (held + (0 if checkpointing is None else 2 * o - min(products, 2 * o))))
+    live = (of_branches + o if checkpointing is None else products) + o
+    moments.append(share.tokens * f * (live + (0 if checkpointing is None else 2 * o - min(products, 2 * o))))
     if mlp.stays and (mlp.down or not again):  # int8's copy in half, absolute values, which are outliers, and quantized
-        moments.append(share.tokens * f * (held + 6))
+        moments.append(share.tokens * f * (live + 6))
     elif quantized and (mlp.down or not again):
-        moments.append(share.tokens * f * (held + 2 * (o == 4)) + 2 * h * f)
+        moments.append(share.tokens * f * (live + 2 * (o == 4)) + 2 * h * f)
     elif run.quantization == "gptq":
-        moments += _unpacking(mlp, branches, there, held, checkpointing is None)
+        moments += _unpacking(mlp, branches, there, live, checkpointing is None)
     if mlp.down:
         begins, then = mlp.adapter(checkpointing is None)
-        moments.append(share.tokens * (f * (held + begins) + h * o))
+        moments.append(share.tokens * (f * (live + begins) + h * o))
         if not again:
-            moments.append(share.tokens * (f * (held + then) + h * (2 * s + o)))
+            moments.append(share.tokens * (f * (live + then) + h * (2 * s + o)))
     # What both branches read, and beside half of the stream its fp32 copy that the norm keeps.
     read = share.tokens * h * share.bytes.residual
     shares = bool(mlp.names - {"down_proj"}) and not (mlp.drops or copies_input(share, 2))
@@ -134,20 +134,20 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
     streams = read * (not kept_too) + read * (share.bytes.residual == 2)
     # And the embedding's output, which a variable of the model's forward has.
     streams += read if run.lora and checkpointing is None and not again else 0
-    return max(0, max(moments) - share.tokens * f * kept) // run.tp + streams
+    return max(0, max(moments) - share.tokens * f * saved_bytes) // run.tp + streams
 
 
-def _unpacking(mlp: Mlp, branches: int, there: int, held: int, kept: bool) -> list[int]:
+def _unpacking(mlp: Mlp, branches: int, there: int, live: int, saves_all: bool) -> list[int]:
     """Return the bytes around the products of GPTQ's last branch and of down_proj, beside `there` and `held` widths: as
     each weight is unpacked, and beside what its product returned. What autograd keeps of the whole block's (`kept`)
     counts elsewhere, before it is unpacked too."""
     share, spec, widths = mlp.share, mlp.share.spec, unpacked_bytes(mlp.share.run)
     tokens, f, weight = share.tokens, spec.intermediate, spec.hidden * spec.intermediate
-    own = share.bytes.compute * weight * kept
+    own = share.bytes.compute * weight * saves_all
     unpacks, reads = gptq.highest(*widths) * weight, gptq.read(*widths) * weight
     last = [tokens * f * there + branches * unpacks, tokens * f * (there + branches * mlp.o) + branches * reads]
-    down = [tokens * f * held + unpacks, tokens * (f * held + spec.hidden * mlp.o) + reads]
-    return [*(each - (branches + 1) * own for each in last), *(each - own for each in down)]
+    down = [tokens * f * live + unpacks, tokens * (f * live + spec.hidden * mlp.o) + reads]
+    return [*(size - (branches + 1) * own for size in last), *(size - own for size in down)]
 
 
 def in_backward(mlp: Mlp, alone: int) -> int:

@@ -56,8 +56,8 @@ def stored_bytes(spec: ModelSpec, dtype: str, parameters: int, width: int) -> in
     bytes each: bitsandbytes quantizes every linear but the head, and so does GPTQ, whose scales are as wide."""
     rest = width * (parameters - spec.block_linear_elements)
     if dtype == "gptq":
-        return rest + sum(each.count * sum(gptq.tensors(each.inputs, each.outputs, width))
-                          for each in spec.block_linears)  # fmt: skip
+        return rest + sum(linear.count * sum(gptq.tensors(linear.inputs, linear.outputs, width))
+                          for linear in spec.block_linears)  # fmt: skip
     rows = sum(linear.count * linear.outputs for linear in spec.block_linears)
     return rest + weight_bytes(dtype, spec.block_linear_elements, rows)
 
@@ -151,12 +151,12 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
     )
 
 
-def kept_weights(run: Training, held: States) -> int:
+def kept_weights(run: Training, sizes: States) -> int:
     """Return the bytes of weights that stay from step to step: with FSDP2 a shard, which in mixed precision is the
     optimizer's fp32 copy."""
     if not uses_fsdp(run):
-        return held.weights
-    return 0 if PRECISION[run.precision].master and not run.lora else held.shard
+        return sizes.weights
+    return 0 if PRECISION[run.precision].master and not run.lora else sizes.shard
 
 
 def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
@@ -178,12 +178,12 @@ def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, width: int, each: int = 1) -> int:
+def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, width: int, tensors: int = 1) -> int:
     """Return what `each` tensors of `width` bytes per element take beyond their sizes for every matrix of a stage, from
     the embedding of the `first` one to the head, each cut among `ranks`."""
     table = spec.vocab * spec.hidden
     sizes = [table] * first + _sizes(spec.block_linears, spec) * layers + [table] * head
-    return beyond((width * size // ranks,) for size in sizes for _ in range(each))
+    return beyond((width * size // ranks,) for size in sizes for _ in range(tensors))
 
 
 @lru_cache(maxsize=1 << 10)
@@ -193,18 +193,18 @@ def _quantizing(spec: ModelSpec, dtype: str, width: int) -> int:
     mlp_first = sorted(spec.block_linears, key=lambda linear: (linear.part != "mlp", linear.name))
     tables, sizes = [width * spec.vocab * spec.hidden] * (2 - spec.tied), _sizes(mlp_first, spec) * spec.layers
     if dtype == "gptq":  # nothing is made of what a checkpoint has
-        block = [gptq.tensors(each.inputs, each.outputs, width) for each in mlp_first
-                 for _ in range(each.count // spec.layers)]  # fmt: skip
+        block = [gptq.tensors(linear.inputs, linear.outputs, width) for linear in mlp_first
+                 for _ in range(linear.count // spec.layers)]  # fmt: skip
         return beyond((size,) for size in (*tables, *chain.from_iterable(block * spec.layers)))
     if dtype == "nf4-double":
         return beyond([*(nf4tensor(size) for size in sizes), *((table,) for table in tables)])
     # transformers quantizes half weights as it loads them, in the order of their names, where one block is of as many
     # bytes as all will take (modeling_utils.py, caching_allocator_warmup; core_model_loading.py, dot_natural_key);
     # bitsandbytes makes NF4's scales before its codes (backends/cuda/ops.py, _quantize_4bit).
-    kept = [(4 * size // NF4_BLOCK, size // 2) if dtype == "nf4" else (size,) for size in sizes]
-    all_at_once = sum(tables) + sum(stays[-1] for stays in kept)
+    tensors = [(4 * size // NF4_BLOCK, size // 2) if dtype == "nf4" else (size,) for size in sizes]
+    all_at_once = sum(tables) + sum(stays[-1] for stays in tensors)
     return beyond([(all_at_once, -1), *((table,) for table in tables),
-                   *((2 * size, *stays, -1) for size, stays in zip(sizes, kept, strict=True))])  # fmt: skip
+                   *((2 * size, *stays, -1) for size, stays in zip(sizes, tensors, strict=True))])  # fmt: skip
 
 
 def _sizes(linears: Iterable[Linear], spec: ModelSpec) -> list[int]:

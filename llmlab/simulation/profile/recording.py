@@ -89,15 +89,16 @@ class Recording(Marks):
         number = node._sequence_nr()
         if number > self._numbers[-1]:  # AccumulateGrad's, which no forward numbered
             return self._owner(getattr(node, "variable", None))
-        found = bisect_right(self._numbers, number) - 1
-        return self._paths[found] if found >= 0 else ""
+        place = bisect_right(self._numbers, number) - 1
+        return self._paths[place] if place >= 0 else ""
 
     def own(self, model: nn.Module, *optimizers: Optimizer) -> None:
         """Let the parameters of `model`, their gradients and states belong to the modules that hold them."""
         for path, module in model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    states = [state for each in optimizers for state in each.state.get(parameter, {}).values()]
+                    states = [value for optimizer in optimizers
+                              for value in optimizer.state.get(parameter, {}).values()]  # fmt: skip
                     gradient = parameter.grad if parameter.is_leaf else None  # FSDP1 puts views in their place
                     for tensor in (parameter, gradient, *states):
                         if isinstance(tensor, Tensor):

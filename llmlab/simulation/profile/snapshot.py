@@ -83,13 +83,13 @@ def _called_from(entry: Entry) -> str:
 
 def stack() -> Stack:
     """Return the Python stack, innermost first, without the simulator's own frames."""
-    found: list[tuple[CodeType, int]] = []
+    frames: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < FRAMES:
+    while frame is not None and len(frames) < FRAMES:
         if not _is_own(frame.f_code.co_filename):
-            found.append((frame.f_code, frame.f_lasti))
+            frames.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 @cache

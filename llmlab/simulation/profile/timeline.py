@@ -135,13 +135,14 @@ class Phases(Recording):
     def _tensors(self) -> dict[str, list[Tensor]]:
         roots, optimizers = living(self.roots), living(self._optimizers)
         parameters: list[Tensor] = [parameter for root in roots for parameter in root.parameters()]
-        parameters += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters += [parameter for group in groups for parameter in group["params"]]
         states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return {
             # Megatron-LM's DistributedDataParallel has an attribute `buffers` of its own.
             BUFFERS: [buffer for root in roots for buffer in nn.Module.buffers(root)],
             "optimizer": [value for value in states if isinstance(value, Tensor)],
-            "gradients": [each.grad for each in parameters if each.is_leaf and each.grad is not None],
+            "gradients": [leaf.grad for leaf in parameters if leaf.is_leaf and leaf.grad is not None],
             "weights": parameters,
         }
 
