@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from .planning.out_of_memory import DriverError, OutOfMemory
     from .planning.result import Plan
     from .planning.snapshot import SnapshotReport
+    from .planning.solve import Solution
     from .serving.report import ServingReport
     from .serving.service import Service
     from .traces.explain import Explanation
 
-__all__ = ["compare", "estimate", "explain", "fix", "measure", "meter", "plan", "records", "serve", "simulate", "write"]
+__all__ = ["compare", "estimate", "explain", "fix", "measure", "meter", "plan", "records", "serve", "simulate", "solve",
+           "write"]  # fmt: skip
 
 
 def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None) -> Report:
@@ -70,8 +72,9 @@ def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H1
     `service` says how it is served (`lab.Service`; by default vLLM on one GPU, one request). The steps of the engine
     are made of kernels that NVIDIA measured on the GPU (hardware/engine_kernels), the load is replayed through a
     scheduler with continuous batching and chunked prefill. On deployments that others measured, the time per output
-    token is 11 % off at the median, the time to the first token 30 % (benchmarks/results/serving.md). Raises SpecError
-    for a service that cannot be and UnknownName for an unknown model or GPU.
+    token is 11 % off at the median, the time to the first token 30 % (benchmarks/results/serving.md). llama.cpp's steps
+    take as long as its bytes, 10 % off at the median of published speeds. Raises SpecError for a service that cannot be
+    and UnknownName for an unknown model or GPU.
     """
     from .serving.report import served
     from .serving.service import Service
@@ -327,14 +330,38 @@ def fix(
     return replace(found, report=_assuming(found.report, find_model(model), run, gpu))
 
 
+def solve(
+    model: ModelLike, run: Run, gpu: GPU | str | None = None, name: str = "seq_len", *, simulate: bool = True
+) -> Solution:
+    """Return the largest `name` with which `run` of `model` fits `gpu`, or the smallest GPU of NVIDIA on which it fits.
+
+    `name` is "seq_len", "micro_batch" or "lora_rank" of a Training, "seq_len" (prompt and new tokens) or "batch" of an
+    Inference, or "gpu", without `gpu`. Sequences are multiples of 128 tokens. Estimates bracket the answer, and
+    simulations that leave 4 % of the GPU free find it to a 32nd; without `simulate`, or without torch, it is the last
+    value that is sure to fit by its estimate. The solution's `value` is None if nothing fits, and its notes then say
+    what would. Raises SpecError for a `name` that the run does not have, and as `estimate` does.
+    """
+    from .planning.solve import solved
+
+    spec = find_model(model)
+    found = solved(spec, run, None if gpu is None else find_gpu(gpu), name, simulate)
+    return replace(found, notes=(*found.notes, *_assumptions(spec, found.run or run, gpu)))
+
+
 def _assuming(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
-    """Return `report` with notes, behind its first, on the memory of a GPU whose name leaves that open, and on a step
-    with more tokens than the model's config has positions."""
+    """Return `report` with the notes of `_assumptions` behind its first."""
+    assumed = _assumptions(spec, run, gpu)
+    return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
+
+
+def _assumptions(spec: ModelSpec, run: Run, gpu: GPU | str | None) -> tuple[Note, ...]:
+    """Return notes on the memory of a GPU whose name leaves that open, and on a step with more tokens than the model's
+    config has positions."""
     assumed = assumed_memory(gpu)
     if run.seq_len > spec.max_positions:
         limit = f"The config of {spec.name} has {spec.max_positions:,} positions, and the run has {run.seq_len:,}"
         assumed += (Note("beyond-positions", f"{limit}. Memory and time do not depend on this limit."),)
-    return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
+    return assumed
 
 
 def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:

@@ -101,8 +101,8 @@ def _answer(report: Report, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(help="GPU (a name listed by `llmlab gpus`), or cpu. Without --gpu, the command prints the memory needed, but "
-      "cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
+@_gpu(help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu. Without --gpu, the command "
+      "prints the memory needed, but cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
 @click.option("--vs", metavar="OPTIONS",
@@ -155,7 +155,7 @@ def _of_lengths(context: click.Context, file: str, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`), or cpu.")
+@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu.")
 @_json
 def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
     """Simulate a run without a GPU.
@@ -184,6 +184,29 @@ def explain(context: click.Context, model: str, gpu: str, latex: bool, as_json: 
 
 
 explain.epilog = "Exit codes: 0 = the formula is printed; 2 = invalid input, or the step has no formula."
+
+
+@_verb
+@_model
+@click.option("--for", "name", required=True, metavar="SIZE",
+              help="seq-len, micro-batch or lora-rank of a training run, seq-len or batch of a generation, or gpu.")
+@_gpu(help="GPU that the run must fit (a name listed by `llmlab gpus`, or a memory such as 48GB); not with --for gpu.")
+@click.option("--simulate/--no-simulate", default=True, show_default=True,
+              help="Confirm the answer by simulation, which takes minutes, or by estimates alone.")  # fmt: skip
+@_json
+def solve(
+    context: click.Context, model: str, name: str, gpu: str | None, simulate: bool, as_json: bool, **_: Any
+) -> int:
+    """Find the largest size of a run that fits a GPU, or the smallest GPU.
+
+    For example, --for seq-len finds the longest sequence. The size itself need not be given.
+    """
+    found = verbs.solve(model, run_from(context), gpu, name.replace("-", "_"), simulate=simulate)
+    _print(_dump(found.to_dict()) if as_json else found)
+    return EXIT[found.outcome]
+
+
+solve.epilog = "Exit codes: 0 = a size or a GPU fits; 1 = none fits; 2 = unknown or invalid input."
 
 
 @_verb
