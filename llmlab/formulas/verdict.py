@@ -7,7 +7,7 @@ simulated steps of the same kind needed.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -139,12 +139,16 @@ def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = OTHER.holes, of
     and the upper limit as the largest that are known of any GPU. The outcome is "fits" if the upper limit fits, "out of
     memory" if the lower limit does not, and otherwise "unknown".
     """
-    context = largest_context() if card.context is None else card.context
-    nccl = 0 if ranks == 1 else _largest_nccl() if card.nccl is None else card.nccl
     least = int(peak / off) + card.memory - card.room(ranks)
-    most = round(holes * off * peak) + context + nccl
+    most = round(holes * off * peak) + card.memory - fully_used(card).room(ranks)
     outcome: Outcome = "fits" if most <= card.memory else "out of memory" if least > card.memory else "unknown"
     return Verdict(outcome, least, most)
+
+
+def fully_used(card: GPU) -> GPU:
+    """Return `card` with the largest CUDA context and NCCL buffers of any GPU where its own are unknown."""
+    context = largest_context() if card.context is None else card.context
+    return replace(card, context=context, nccl=_largest_nccl() if card.nccl is None else card.nccl)
 
 
 @cache

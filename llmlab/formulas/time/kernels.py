@@ -117,7 +117,7 @@ class Kernels:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         if not self.table and self.reached and self.card.peak("fp8"):
             products += ", in fp8 as much more as its peak is"
-        if node_link(self.card).kind == "pcie":
+        if self.card.pcie and node_link(self.card).kind == "pcie":
             links = "inside a node as published ones (pcie_nodes.toml), else links.toml"
         reached = "fitted to records" if self.rates else f"{self.bandwidth / self.card.bandwidth:.0%} of the data sheet"
         moved = f"bytes at {self.bandwidth / 1e9:,.0f} GB/s, {reached}"
@@ -428,7 +428,7 @@ def _scale(card: GPU, base: GPU, reached: float | None) -> float:
     large = _matmul(base.name, *LARGE, "bf16")
     if reached and large:
         return 2 * prod(LARGE) / large.seconds / reached
-    theirs, mine = base.peak("bf16"), card.peak("bf16")
+    theirs, mine = (each.peak("bf16") or each.peak("fp16") or each.peak("fp32") for each in (base, card))
     return theirs / mine if theirs and mine else 1.0
 
 

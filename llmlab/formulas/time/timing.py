@@ -81,6 +81,8 @@ def timing(
 def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None, traced: Traced | None) -> Timing:
     if card is None:
         return Timing()
+    if card.by_memory:
+        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {card.name} names no GPU model."),))
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     gpu_kernels, nodes, rates, node_spread, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""

@@ -82,7 +82,7 @@ class Operators(list):
     def __init__(self, gpu: GPU | None = None) -> None:
         super().__init__()
         self.gpu = gpu
-        self._kernels = kernels(gpu) if gpu else None
+        self._kernels = kernels(gpu) if gpu and not gpu.by_memory else None
 
     @property
     def flops(self) -> int:
