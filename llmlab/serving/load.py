@@ -19,12 +19,9 @@ from .step import Step, step_seconds
 SEED = 0
 ROUNDS = 10  # answers that each user waits for, as in InferenceX's runs
 REQUESTS = 400  # of a load given by a rate
-# A first token comes later than its prompt is read: by steps that are under way or queued, and by the engine's HTTP
-# server; and among users who each wait for an answer, a tenth of the others' prompts come before one's own, since
-# their answers end together. Fitted on every eighth deployment of benchmarks/serving/serving.py, whose results say how
-# far off the others are.
-FIRST_STEPS, TOGETHER = 5.4, 0.1
-FIRST_TOKEN = {"vllm": 0.0, "sglang": 0.31, "trtllm": 0.08}
+# Seconds until the scheduler has a request: HTTP and the processes before the engine, and per token of its prompt.
+# Fitted on every eighth deployment of benchmarks/serving/serving.py, whose results say how far off the others are.
+ARRIVING, TOKENIZING = {"vllm": 0.012, "sglang": 0.1, "trtllm": 0.01}, 6e-6
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed
 
 
@@ -44,25 +41,30 @@ class Latency:
 
 def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> Latency:
     """Return the latencies under the service's load. Raises SpecError where a request does not fit the cache."""
-    served = simulate(spec, service, gpu, memory)
-    times = summary(served)
-    if service.rate is not None:
-        late = answer_delay(spec, service, gpu)
-        return replace(times, ttft=times.ttft + late, ttft_p99=times.ttft_p99 + late)
-    first = first_token(spec, service, gpu)
-    return replace(times, ttft=first, ttft_p99=max(first, times.ttft_p99 + answer_delay(spec, service, gpu)))
+    return summary(simulate(spec, service, gpu, memory))
 
 
 def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:
-    """Return the median seconds to the first token of users who each wait for their answer."""
-    together = 1 + TOGETHER * (service.concurrency or 1)
-    return prompt_seconds(spec, service, gpu) * together + answer_delay(spec, service, gpu)
+    """Return about the median seconds to the first token of users who each wait for their answer: `latency` without
+    a replay. Prompts come at random and wait for each other (the M/D/1 queue's mean)."""
+    users, context = service.concurrency or 1, service.prompt_len + service.output_len // 2
+    prompt = prompt_seconds(spec, service, gpu)
+    step = sum(step_seconds(spec, service, gpu, Step(users, context)).values())
+    busy = users * prompt / (users * prompt + step * service.output_len)
+    return answer_delay(spec, service, gpu) + prompt * (1 + busy / (2 * (1 - busy)))
 
 
 def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
-    """Return by how much a first token comes later than its prompt is read: steps that are queued, the HTTP server."""
+    """Return by how much a first token comes later than its prompt is read: HTTP, two steps that are decided before
+    the scheduler has the request, and the decoding of others in its own."""
     step = Step(service.concurrency or 1, service.prompt_len)
-    return FIRST_STEPS * sum(step_seconds(spec, service, gpu, step).values()) + FIRST_TOKEN[service.engine]
+    steps = 2 if service.prompts_first else 3
+    return arriving(service, service.prompt_len) + steps * sum(step_seconds(spec, service, gpu, step).values())
+
+
+def arriving(service: Service, prompt: int) -> float:
+    """Return the seconds until the scheduler has a request of `prompt` tokens."""
+    return ARRIVING[service.engine] + TOKENIZING * prompt
 
 
 def prompt_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:
@@ -96,11 +98,18 @@ def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> lis
     return replayed(
         requests,
         pass_time(spec, service, gpu),
+        users=service.concurrency,
+        prefix_hit=service.prefix_hit,
+        delay=ARRIVING[service.engine],
+        tokenizing=TOKENIZING,
         max_batch=limit * service.dp_attention,
         chunk=tokens * service.dp_attention,
         capacity=max(capacity, 1),
-        users=service.concurrency,
-        prefix_hit=service.prefix_hit,
+        preempts=service.engine != "trtllm",
+        prompts_first=service.prompts_first,
+        ahead=True,
+        interval=service.prefill_interval,
+        patient=service.engine == "trtllm",
     )
 
 

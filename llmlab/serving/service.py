@@ -22,6 +22,7 @@ HELP = {
     "max_model_len": "Tokens of the longest request. Default: the model's.",
     "max_num_seqs": "Most requests in a step.",
     "max_num_batched_tokens": "Most tokens in a step.",
+    "prefill_interval": "Steps of decoding between two looks for new requests.",
     "prompt_len": "Tokens of a prompt.",
     "output_len": "Tokens of an answer.",
     "range_ratio": "Draw both lengths evenly from this share of them to all of them.",
@@ -58,6 +59,7 @@ class Service:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    prefill_interval: int = 1
     prompt_len: int = 1024
     output_len: int = 1024
     range_ratio: float = 1.0
@@ -69,7 +71,7 @@ class Service:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise SpecError(f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}")
-        counts = ("tp", "ep", "dp_attention", "prompt_len", "output_len")
+        counts = ("tp", "ep", "dp_attention", "prefill_interval", "prompt_len", "output_len")
         for name in counts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -103,6 +105,11 @@ class Service:
         large = gpu.memory >= 70 * 2**30 and not gpu.name.startswith("A100")
         requests, tokens = (1024, 8192) if large else (256, 2048)
         return self.max_num_seqs or requests, self.max_num_batched_tokens or tokens
+
+    @property
+    def prompts_first(self) -> bool:
+        """Whether a step either reads prompts or decodes, prompts first: SGLang's scheduler without mixed chunks."""
+        return self.engine == "sglang"
 
     @property
     def gpus(self) -> int:

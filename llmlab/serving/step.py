@@ -21,6 +21,10 @@ PARTS = ("matmuls", "attention", "experts", "communication", "other kernels", "h
 MIXER_KERNELS, MLP_KERNELS, EXPERT_KERNELS = 3, 2, 4
 # Set by hand near what fits every eighth deployment of benchmarks/serving/serving.py best.
 STEP_HOST = {"vllm": 0.3e-3, "sglang": 1e-3, "trtllm": 0.1e-3}  # seconds of a step that the GPU waits for the host
+# Steps with prompts run without a CUDA graph, or with pieces of one: the host starts about so many kernels per layer,
+# each in START_HOST seconds, and the step lasts as long as the kernels or their starts, whichever takes longer.
+STARTS = {Attention: 6, LatentAttention: 16, Recurrence: 16, DenseMLP: 4, Experts: 14, type(None): 0}
+START_HOST = {"vllm": 5e-6, "sglang": 80e-6, "trtllm": 45e-6}
 ROW_HOST = 15e-6  # and per sequence: its token is sampled, sent and scheduled
 
 
@@ -48,19 +52,22 @@ def _step_seconds(spec: ModelSpec, service: Service, gpu: GPU, step: Step) -> di
     for layer, count in layers.kinds:
         for part, seconds in _layer(kernels, service, layers.hidden, layer, step).items():
             parts[part] += count * seconds
+    starts = sum(count * (STARTS[type(layer.mixer)] + STARTS[type(layer.mlp)]) for layer, count in layers.kinds)
     own = _own(service, step)
     rows = own.sequences + (own.prompts if own.tokens else 0)
     parts["matmuls"] += kernels.matmul(max(1, rows), -(-layers.vocab // _heads_split(service)), layers.hidden, "bf16")
     parts["other kernels"] += kernels.moved(rows * layers.vocab * 4 * 3)  # sampling reads logits in fp32
-    parts["host"] = STEP_HOST[service.engine] + ROW_HOST * step.sequences
+    starting = starts * START_HOST[service.engine] if own.tokens else 0.0
+    waited = max(0.0, starting - sum(parts.values()))
+    parts["host"] = STEP_HOST[service.engine] + ROW_HOST * step.sequences + waited
     return parts
 
 
 def _own(service: Service, step: Step) -> Step:
-    """Return the step of one copy of attention."""
+    """Return the step of the copy of attention that has most to do: a prompt is read by one of them."""
     copies = service.dp_attention
-    sequences, tokens, prompts = (-(-whole // copies) for whole in (step.sequences, step.tokens, step.prompts))
-    return Step(sequences, step.context, tokens, step.cached, prompts)
+    tokens = -(-step.tokens // min(copies, step.prompts))
+    return Step(-(-step.sequences // copies), step.context, tokens, step.cached, -(-step.prompts // copies))
 
 
 def _heads_split(service: Service) -> int:

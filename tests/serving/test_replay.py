@@ -30,7 +30,7 @@ def test_each_request_ends_in_the_pass_in_which_the_scheduler_ends_it(
     while real.waiting or real.running:
         for request in real.step():
             ended[id(request)] = real.steps
-    served = replay([Arrival(*r) for r in requests], lambda _: 1.0, batching, max_batch, chunk)
+    served = replay([Arrival(*r) for r in requests], lambda _: 1.0, batching, max_batch=max_batch, chunk=chunk)
     assert [one.tokens[-1] for one in served] == [ended[id(request)] for request in submitted]
     assert all(len(one.tokens) == one.arrival.new for one in served)
 
