@@ -147,7 +147,8 @@ def _launched(row: dict[str, str], service: lab.Service) -> dict[str, Any]:
         steps = [pair.split(":") for pair in script["interval"].split()]
         interval = [int(count) for least, count in steps if users >= int(least)]
         tokens = 2 * service.prompt_len if script["tokens"] == "2x" else int(script["tokens"])
-        return {"kv": script["kv"], "max_num_batched_tokens": tokens, "prefill_interval": interval[-1] if interval else 1}
+        looks = interval[-1] if interval else 1
+        return {"kv": script["kv"], "max_num_batched_tokens": tokens, "prefill_interval": looks}
     return {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import log
 
@@ -14,7 +14,7 @@ from .memory import Memory
 from .replay import Arrival, Pass, Served, percentile
 from .replay import replay as replayed
 from .service import Service
-from .step import Step, step_seconds
+from .step import Step, step_seconds, token_seconds
 
 SEED = 0
 ROUNDS = 10  # answers that each user waits for, as in InferenceX's runs
@@ -28,7 +28,7 @@ DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps a
 @dataclass(frozen=True)
 class Latency:
     """Seconds: to the first token, per further token (mean of a request), from one token to the next; and output
-    tokens per second of the whole deployment."""
+    tokens per second of the whole deployment; `preempted`: how often a request's cache was freed, in the mean."""
 
     ttft: float
     ttft_p99: float
@@ -37,6 +37,7 @@ class Latency:
     itl_p99: float
     tokens_per_second: float
     requests_per_second: float
+    preempted: float
 
 
 def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> Latency:
@@ -49,16 +50,16 @@ def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     a replay. Prompts come at random and wait for each other (the M/D/1 queue's mean)."""
     users, context = service.concurrency or 1, service.prompt_len + service.output_len // 2
     prompt = prompt_seconds(spec, service, gpu)
-    step = sum(step_seconds(spec, service, gpu, Step(users, context)).values())
+    step = token_seconds(spec, service, gpu, Step(users, context))
     busy = users * prompt / (users * prompt + step * service.output_len)
     return answer_delay(spec, service, gpu) + prompt * (1 + busy / (2 * (1 - busy)))
 
 
 def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     """Return by how much a first token comes later than its prompt is read: HTTP, two steps that are decided before
-    the scheduler has the request, and the decoding of others in its own."""
+    the scheduler has the request, those until it looks for new ones, and the decoding of others in its own."""
     step = Step(service.concurrency or 1, service.prompt_len)
-    steps = 2 if service.prompts_first else 3
+    steps = (2 if service.prompts_first else 3) + (service.prefill_interval - 1) * (1 if service.patient else 0.5)
     return arriving(service, service.prompt_len) + steps * sum(step_seconds(spec, service, gpu, step).values())
 
 
@@ -103,13 +104,13 @@ def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> lis
         delay=ARRIVING[service.engine],
         tokenizing=TOKENIZING,
         max_batch=limit * service.dp_attention,
-        chunk=tokens * service.dp_attention,
+        chunk=tokens * service.dp_attention * service.pp,
         capacity=max(capacity, 1),
-        preempts=service.engine != "trtllm",
+        preempts=service.preempts,
         prompts_first=service.prompts_first,
         ahead=True,
         interval=service.prefill_interval,
-        patient=service.engine == "trtllm",
+        patient=service.patient,
     )
 
 
@@ -130,8 +131,13 @@ def pass_time(spec: ModelSpec, service: Service, gpu: GPU) -> Callable[[Pass], f
     """Return the seconds of a pass of the scheduler, as a function."""
 
     @cache
-    def seconds(*sizes: int) -> float:
-        return sum(step_seconds(spec, service, gpu, Step(*sizes)).values())
+    def seconds(sequences: int, context: int, *prompts: int) -> float:
+        """Return the seconds of a pass that gives a token to each: with a draft, the part of a step per token."""
+        each = token_seconds(spec, service, gpu, Step(sequences, context)) if sequences else 0.0
+        if not prompts[0]:
+            return each
+        alone = each * service.tokens_per_step
+        return sum(step_seconds(spec, service, gpu, Step(sequences, context, *prompts)).values()) - alone + each
 
     def of_pass(one: Pass) -> float:
         tokens, prompts = one.tokens - one.decoding, max(1, one.sequences - one.decoding)
@@ -170,4 +176,5 @@ def summary(served: Sequence[Served]) -> Latency:
         itl_p99=percentile(gaps, 0.99),
         tokens_per_second=sum(len(one.tokens) for one in served) / (end - begin),
         requests_per_second=len(served) / (end - begin),
+        preempted=sum(one.preempted for one in served) / len(served),
     )

@@ -189,7 +189,7 @@ class _State:
         self.decoding: list[tuple[int, int, Served]] = []
         self.entered: list[Served] = []  # those running, in order
         self.ends: list[float] = []
-        self.cached = self.reserved = 0  # tokens of the cache: of those decoding; that those running may need
+        self.cached = self.reserved = 0  # tokens in the cache of those decoding; all tokens of those running
         self.clock = self.decided = 0.0  # now, and when the next pass was put together
         self.passes = self.looked = 0  # passes so far, and the one before which new requests were looked for
 
@@ -267,7 +267,7 @@ class _State:
     def _leave(self, one: Served) -> None:
         one.begun = None
         self.entered.remove(one)
-        self.reserved -= self._reserve(one)
+        self.reserved -= one.arrival.prompt + one.arrival.new
 
     def _decode(self, seconds: Callable[[Pass], float]) -> list[float]:
         """Return the ends of the passes until a request is done, the cache is full, or a request may enter."""
@@ -308,22 +308,20 @@ class _State:
         if not self.waiting or len(self.entered) >= self.rules.max_batch:
             return False
         capacity = self.rules.capacity
-        return capacity is None or self._used() + self._reserve(self.waiting[0]) <= capacity
+        one = self.waiting[0]
+        tokens = one.arrival.prompt + (len(one.tokens) if self.rules.preempts else one.arrival.new)
+        return capacity is None or self._used() + tokens <= capacity
 
     def _admit(self) -> None:
         entering = self._may_enter(self.decided)
         while entering and self._fits() and self.waiting[0].ready <= self.decided:
             one = self.waiting.popleft()
             self.entered.append(one)
-            self.reserved += self._reserve(one)
+            self.reserved += one.arrival.prompt + one.arrival.new
             if one.unread <= 1:
                 self._decodes(one)
             else:
                 self.reading.append(one)
-
-    def _reserve(self, one: Served) -> int:
-        """Return the tokens of the cache that are set aside for a request: for its prompt, or for all of its tokens."""
-        return one.arrival.prompt + (0 if self.rules.preempts else one.arrival.new)
 
     def _used(self) -> int:
         """Return the tokens of the cache that cannot be given to others, after everybody's next token."""
