@@ -55,6 +55,7 @@ from llmlab.serving.step import Step, step_seconds
 from llmlab.specs.model import ModelSpec
 
 FILE = Path(__file__).with_suffix(".csv")
+BESIDE = FILE.with_name("aiconfigurator.csv")
 FITTED = 8
 WEIGHTS = {"bfloat16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "int4": "gptq", "int4_wo": "gptq",
            "nvfp4": "nvfp4", "fp4": "nvfp4", "mxfp4": "mxfp4"}  # fmt: skip
@@ -75,6 +76,7 @@ ENDINGS = ("-NVFP4", "-FP8", "-2507", "-Instruct", "-Thinking", "-it")
 class Row:
     """A measured deployment, and what is predicted of it; seconds, output tokens per second per GPU."""
 
+    id: str
     source: str
     engine: str
     model: str
@@ -180,7 +182,7 @@ def compared(every: int) -> Iterator[Row | str]:
         except SpecError as error:
             yield str(error).split(":")[0]
         else:
-            about = row["source"], row["engine"], row["model"].split("/")[-1], row["gpu"]
+            about = row["id"], row["source"], row["engine"], row["model"].split("/")[-1], row["gpu"]
             shape = service.prompt_len, service.output_len
             fitted = row["source"] == "InferenceX" and number % FITTED == 0
             yield Row(*about, shape, service.concurrency or 1, fitted, float(row["tpot_ms"]) / 1e3, **predicted)
@@ -235,6 +237,21 @@ def ranked(rows: Sequence[Row]) -> tuple[int, int]:
     return right, len(large)
 
 
+def beside(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of both predictions, ours and aiconfigurator's, for the rows that it was asked for."""
+    with BESIDE.open(encoding="utf-8") as file:
+        theirs = {row["id"]: (float(row["ttft_ms"]) / 1e3, float(row["tpot_ms"]) / 1e3) for row in csv.DictReader(file)}
+    both = [row for row in rows if row.id in theirs]
+    if not both:
+        return []
+    return [
+        line("on aiconfigurator's rows, time per output token, lab.serve", [r.predicted_tpot / r.tpot for r in both]),
+        line("the same, aiconfigurator 0.12", [theirs[r.id][1] / r.tpot for r in both]),
+        line("on aiconfigurator's rows, time to the first token, lab.serve", [r.predicted_ttft / r.ttft for r in both]),
+        line("the same, aiconfigurator 0.12", [theirs[r.id][0] / r.ttft for r in both]),
+    ]  # fmt: skip
+
+
 @click.command()
 @click.option("--every", default=1, help="Compare every n-th row.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write serving.md into this folder.")
@@ -269,6 +286,7 @@ def main(every: int, out: Path | None) -> None:
         for value in sorted({getattr(row, key) for row in others}):
             ratios = [row.predicted_tpot / row.tpot for row in others if getattr(row, key) == value]
             lines.append(line(f"time per output token, {value}", ratios))
+    lines += beside(others)
     right, groups = ranked(others)
     lines += ["", f"- The fastest deployment of a model on a GPU is among the first two predicted in {right} of "
               f"{groups} groups (same model, GPU and lengths; four deployments or more).",

@@ -45,8 +45,8 @@ class Service:
     a mixture of experts are those of its experts. `kv`: the cache's dtype. `tp`: degree of tensor parallelism;
     `pp`: pipeline stages, each with a share of the layers; `ep`: GPUs over which the experts are
     divided, tp or 1; `dp_attention`: copies of attention, each on tp / dp_attention GPUs with requests of its own.
-    `gpu_memory_utilization`: share of a GPU's memory that the engine takes; `max_model_len`: tokens of the longest request (None: the model's); `max_num_seqs`: requests in a step;
-    `max_num_batched_tokens`: tokens in a step (None: what vLLM's server takes on the GPU, see `limits`).
+    `gpu_memory_utilization`: share of a GPU's memory that the engine takes; `max_model_len`: tokens of the longest
+    request (None: the model's); `max_num_seqs`: requests in a step; `max_num_batched_tokens`: tokens in a step (None: what vLLM's server takes on the GPU, see `limits`).
     `prefill_interval`: steps of decoding between two looks for new requests; TensorRT-LLM: steps that a new one waits.
     `draft`: where proposed tokens come from, "mtp" (the model's own layer for it), "eagle3" (one more layer, whose
     checkpoint may follow a colon), or the name of a smaller model; each step proposes `draft_tokens`, of which
@@ -110,11 +110,11 @@ class Service:
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise SpecError(f"acceptance={self.acceptance!r}: give a share of the proposed tokens, 0 <= share <= 1")
         if (self.draft is None) != (self.acceptance is None):
-            given = f"draft={self.draft!r}, acceptance={self.acceptance!r}"
-            raise SpecError(f"{given}: give both, for example draft='eagle3' and acceptance=0.7, or neither")
+            pair = f"draft={self.draft!r}, acceptance={self.acceptance!r}"
+            raise SpecError(f"{pair}: give both, for example draft='eagle3' and acceptance=0.7, or neither")
         if self.draft and self.pp > 1:
-            given = f"draft={self.draft!r} and pp={self.pp}"
-            raise SpecError(f"{given}: engines do not combine a draft with pipeline stages; give one of them")
+            pair = f"draft={self.draft!r} and pp={self.pp}"
+            raise SpecError(f"{pair}: engines do not combine a draft with pipeline stages; give one of them")
 
     def limits(self, gpu: GPU) -> tuple[int, int]:
         """Return the most requests and tokens in a step.

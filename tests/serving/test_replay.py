@@ -133,7 +133,7 @@ def test_a_preempted_request_computes_its_prompt_and_answer_again():
     rules = {"capacity": 30, "preempts": True}
     served = replay(requests, lambda one: seen.append(one) or 1.0, **rules)
     assert [one.preempted for one in served] == [0, 1]
-    assert [one.tokens[-1] for one in served] == [10, 14]  # waits for the first one's 10, and reads 16 tokens in one pass
+    assert [one.tokens[-1] for one in served] == [10, 14]  # after the first one's 10 passes 16 tokens in one
     assert max(one.tokens for one in seen if not one.cached) == 20 and 16 in [one.tokens for one in seen]
     reserved = replay(requests, lambda _: 1.0, capacity=30)
     assert [one.preempted for one in reserved] == [0, 0] and [one.tokens[-1] for one in reserved] == [10, 20]
@@ -148,9 +148,10 @@ def test_prompts_first_stops_those_that_decode():
 
 
 def test_a_step_decided_while_another_runs_has_nobody_who_came_since():
-    requests = [Arrival(0, 1, 10), Arrival(0.5, 1, 1)]
-    first = {ahead: replay(requests, lambda _: 1.0, ahead=ahead)[1].tokens[0] for ahead in (False, True)}
-    assert first == {False: 2, True: 3}
+    for prompt in (1, 9):  # the other one comes while a token, or a prompt, is computed
+        requests = [Arrival(0, prompt, 10), Arrival(0.5, 9, 1)]
+        first = {ahead: replay(requests, lambda _: 1.0, ahead=ahead)[1].tokens[0] for ahead in (False, True)}
+        assert first == {False: 2, True: 3}
 
 
 def test_new_requests_wait_for_the_scheduler_to_look():
