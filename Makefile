@@ -12,7 +12,7 @@ VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_INDEX ?=
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= torch,quant,distributed,evaluate,book,test
+EXTRAS ?= torch,quant,distributed,evaluate,book,test,release
 PORT ?= 8000
 COLAB_PACKAGES ?= https://raw.githubusercontent.com/googlecolab/backend-info/main/pip-freeze.txt
 

@@ -20,7 +20,6 @@ import click
 
 from benchmarks.serving.serving import BESIDE, FILE, FITTED, service_of
 
-
 # Names under which the package has the models' configs, so that it need not download them.
 NAMES = {"meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B", "zhipuai/GLM-5": "zai-org/GLM-5",
          "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B"}  # fmt: skip
@@ -34,7 +33,8 @@ def estimate(row: dict[str, str]) -> tuple[float, float] | str:
     assert service is not None  # main left the others out
     copies = service.dp_attention
     about = {
-        "model_path": NAMES.get(row["model"], row["model"]), "system_name": row["gpu"].lower() + ("" if row["gpu"] == "GB200" else "_sxm"),
+        "model_path": NAMES.get(row["model"], row["model"]),
+        "system_name": row["gpu"].lower() + ("" if row["gpu"] == "GB200" else "_sxm"),
         "backend_name": row["engine"], "isl": service.prompt_len, "osl": service.output_len,
         "batch_size": max(1, (service.concurrency or 1) // copies), "tp_size": service.tp // copies,
         "attention_dp_size": copies, "moe_tp_size": service.tp // service.ep, "moe_ep_size": service.ep,

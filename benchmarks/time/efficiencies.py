@@ -340,8 +340,8 @@ def main(written: bool) -> None:
         "T4": f"{len(rows['T4'])} LoRA and QLoRA steps, llmlab/archive/t4/published-finetuning.json",
         "A100-80GB": f"{len(rows['A100-80GB'])} operators of plain PyTorch, "
         "llmlab/archive/a100-80gb/published-operators.json; attention: llmlab/hardware/kernels",
-        "H100-80GB": "products: llmlab/hardware/kernels; FlashAttention-2's forward rate, "
-        "llmlab/archive/published-figures.json; nothing says what its host takes, so the simulator gives no time",
+        "H100-80GB": "matmuls: llmlab/hardware/kernels at the clocks of training.toml; FlashAttention-2's forward "
+        "rate, llmlab/archive/published-figures.json; nothing says what its host takes, so the simulator gives no time",
     }
     held = {}
     for card, found in rows.items():

@@ -159,7 +159,8 @@ def changed(context: click.Context, options: str, flag: str) -> click.Context:
 
 
 def _half(context: click.Context) -> str:
-    """Return the half precision that the command's device computes fast, bf16 where none is named; fp32 on a CPU."""
+    """Return the half precision that the command's device computes fast, bf16 where none is named; fp32 on a CPU and on
+    a GPU without one."""
     name = context.params.get("gpu")
     if name is None and context.info_name in ("measure", "compare"):  # on this machine
         here, device = host(), context.params.get("device") or ""
@@ -168,7 +169,7 @@ def _half(context: click.Context) -> str:
         return "bf16" if here.supports_bf16 else "fp16"
     if isinstance(name, str) and name.lower() == "cpu":
         return "fp32"
-    return "bf16" if name is None or find_gpu(name).supports_bf16 else "fp16"
+    return "bf16" if name is None else next(half for half in ("bf16", "fp16", "fp32") if find_gpu(name).peak(half))
 
 
 def _from_config(config: str, given: dict[str, Any]) -> Training:

@@ -7,7 +7,7 @@ simulated steps of the same kind needed.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -115,7 +115,7 @@ def reserved_beside(spec: ModelSpec, run: Training) -> int:
 
 def _was_drawn(run: Training) -> bool:
     """Whether benchmarks/memory/room_draws.py draws runs like this. lab.simulate has no ZeRO of quantized weights."""
-    plain = all(getattr(run, each.name) == each.default for each in fields(run) if each.name not in VARIED)
+    plain = all(getattr(run, field.name) == field.default for field in fields(run) if field.name not in VARIED)
     left_out = LEFT_OUT & {run.optimizer, run.quantization, run.kernels}
     return plain and not left_out and not (run.zero and run.quantization)
 
@@ -133,12 +133,16 @@ def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = OTHER.holes, of
     and the upper limit as the largest that are known of any GPU. The outcome is "fits" if the upper limit fits, "out of
     memory" if the lower limit does not, and otherwise "unknown".
     """
-    context = largest_context() if card.context is None else card.context
-    nccl = 0 if ranks == 1 else _largest_nccl() if card.nccl is None else card.nccl
     least = int(peak / off) + card.memory - card.room(ranks)
-    most = round(holes * off * peak) + context + nccl
+    most = round(holes * off * peak) + card.memory - fully_used(card).room(ranks)
     outcome: Outcome = "fits" if most <= card.memory else "out of memory" if least > card.memory else "unknown"
     return Verdict(outcome, least, most)
+
+
+def fully_used(card: GPU) -> GPU:
+    """Return `card` with the largest CUDA context and NCCL buffers of any GPU where its own are unknown."""
+    context = largest_context() if card.context is None else card.context
+    return replace(card, context=context, nccl=_largest_nccl() if card.nccl is None else card.nccl)
 
 
 @cache

@@ -24,7 +24,7 @@ from ..hardware.gpu import GPU, gpu
 from ..report import Report
 from ..specs.model import ModelSpec
 from ..specs.model import model as find_model
-from ..specs.run import Training
+from ..specs.run import Run, Training
 from .levers import derived
 from .result import Candidate, words
 from .search import Found, Search
@@ -94,7 +94,7 @@ class Confirmation:
             self.candidates.append(Candidate(found.run, found.machines, report, answer))
 
 
-def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | str:
+def simulated_run(model: dict[str, Any], run: Run, card: GPU | str) -> Report | str:
     """Simulate in a process of its own, with MARGIN of the card left free; a sentence where that cannot be done.
 
     `shortened` is what is simulated in place of `run`, and a compiled step itself where the eager one runs out of
@@ -103,10 +103,12 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
     from ..simulation.report import simulated
 
     spec, whole = find_model(model), gpu(card)
-    smaller = replace(whole, memory=round(whole.memory * (1 - MARGIN)))
-    short, itself = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
+    smaller = with_margin(whole)
+    short = itself = run
+    if isinstance(run, Training):
+        short, itself = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
     try:
-        if run.compile and _surely_over(spec, short, smaller):
+        if isinstance(short, Training) and short != itself and _surely_over(spec, short, smaller):
             short = itself
         report = simulated(spec, short, smaller, how_much=False)
         if short != itself and report.outcome == "out of memory":
@@ -117,11 +119,16 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
     except NotAvailable as error:
         return str(error)
     eager = "Simulated as an eager step, whose memory is an upper bound of the compiled one's."
-    fused = (Note("simulated-eager", eager),) if run.compile != short.compile else ()
+    fused = (Note("simulated-eager", eager),) if short != itself else ()
     return replace(
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
     )  # fmt: skip
+
+
+def with_margin(card: GPU) -> GPU:
+    """Return `card` without the memory that a plan leaves free."""
+    return replace(card, memory=round(card.memory * (1 - MARGIN)))
 
 
 def _surely_over(spec: ModelSpec, run: Training, card: GPU) -> bool:

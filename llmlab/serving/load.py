@@ -10,6 +10,7 @@ from math import log
 
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
+from .llamacpp import Buffers
 from .memory import Memory
 from .replay import Arrival, Pass, Served, percentile
 from .replay import replay as replayed
@@ -21,7 +22,8 @@ ROUNDS = 10  # answers that each user waits for, as in InferenceX's runs
 REQUESTS = 400  # of a load given by a rate
 # Seconds until the scheduler has a request: HTTP and the processes before the engine, and per token of its prompt.
 # Fitted on every eighth deployment of benchmarks/serving/serving.py, whose results say how far off the others are.
-ARRIVING, TOKENIZING = {"vllm": 0.012, "sglang": 0.1, "trtllm": 0.01}, 6e-6
+ARRIVING, TOKENIZING = {"vllm": 0.012, "sglang": 0.1, "trtllm": 0.01, "llama.cpp": 0.0}, 6e-6
+LLAMA_STEPS = 1  # llama.cpp samples the first token in the prompt's last step; the step before may be under way
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed
 
 
@@ -40,7 +42,7 @@ class Latency:
     preempted: float
 
 
-def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> Latency:
+def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers) -> Latency:
     """Return the latencies under the service's load. Raises SpecError where a request does not fit the cache."""
     return summary(simulate(spec, service, gpu, memory))
 
@@ -59,13 +61,11 @@ def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     """Return by how much a first token comes later than its prompt is read: HTTP, two steps that are decided before
     the scheduler has the request, those until it looks for new ones, and the decoding of others in its own."""
     step = Step(service.concurrency or 1, service.prompt_len)
+    seconds = sum(step_seconds(spec, service, gpu, step).values())
+    if service.engine == "llama.cpp":
+        return LLAMA_STEPS * seconds if (service.concurrency or 1) > 1 or service.rate else 0.0
     steps = (2 if service.prompts_first else 3) + (service.prefill_interval - 1) * (1 if service.patient else 0.5)
-    return arriving(service, service.prompt_len) + steps * sum(step_seconds(spec, service, gpu, step).values())
-
-
-def arriving(service: Service, prompt: int) -> float:
-    """Return the seconds until the scheduler has a request of `prompt` tokens."""
-    return ARRIVING[service.engine] + TOKENIZING * prompt
+    return ARRIVING[service.engine] + TOKENIZING * service.prompt_len + steps * seconds
 
 
 def prompt_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:
@@ -91,7 +91,7 @@ def _pieces(service: Service, gpu: GPU) -> tuple[int, int, int]:
     return new, chunk, service.prompt_len - new + (new - chunk) // 2
 
 
-def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> list[Served]:
+def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers) -> list[Served]:
     """Return the requests of the service's load as they are served."""
     requests = arrivals_of(service)
     limit, tokens = service.limits(gpu)
@@ -102,13 +102,13 @@ def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> lis
         users=service.concurrency,
         prefix_hit=service.prefix_hit,
         delay=ARRIVING[service.engine],
-        tokenizing=TOKENIZING,
+        tokenizing=0.0 if service.engine == "llama.cpp" else TOKENIZING,
         max_batch=limit * service.dp_attention,
         chunk=tokens * service.dp_attention * service.pp,
         capacity=max(capacity, 1),
         preempts=service.preempts,
         prompts_first=service.prompts_first,
-        ahead=True,
+        ahead=service.engine != "llama.cpp",
         interval=service.prefill_interval,
         patient=service.patient,
     )

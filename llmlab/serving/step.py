@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
+from . import llamacpp
 from .kernels import EngineKernels, engine_kernels
 from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, Layers, Recurrence, draft_of, layers_of
 from .service import Service
@@ -47,17 +48,21 @@ class Step:
 
 
 def step_seconds(spec: ModelSpec, service: Service, gpu: GPU, step: Step) -> dict[str, float]:
-    """Return the seconds of a step by PARTS; their sum is the step's.
+    """Return the seconds of a step by PARTS, or by llama.cpp's; their sum is the step's.
 
     With pipeline stages each stage runs a part of the requests while the others run theirs, so that a step of all of
     them takes as long as the whole model for one part: with fewer requests than stages some stages are idle (bubbles).
     """
+    if service.engine == "llama.cpp":
+        return llamacpp.step_seconds(
+            spec, service, gpu, step.sequences, step.context, step.tokens, step.cached, step.prompts
+        )
     return dict(_step_seconds(spec, service, gpu, step))
 
 
 def token_seconds(spec: ModelSpec, service: Service, gpu: GPU, step: Step) -> float:
     """Return the seconds from one token of a request to its next: of a step, by the tokens that it gives each."""
-    return sum(_step_seconds(spec, service, gpu, step).values()) / service.tokens_per_step
+    return sum(step_seconds(spec, service, gpu, step).values()) / service.tokens_per_step
 
 
 @lru_cache(maxsize=1 << 12)

@@ -98,8 +98,9 @@ def simulated(
     first, *others = reports
     if not others:
         return first
-    said = [f"stage {stage} {show_bytes(each.peak_allocated)}" for stage, each in zip(stages[1:], others, strict=True)]
-    peaks = Note("other-stages", f"The figures are of pipeline stage 0; peaks of other stages: {', '.join(said)}.")
+    peaks_by_stage = ", ".join(f"stage {stage} {show_bytes(report.peak_allocated)}"
+                               for stage, report in zip(stages[1:], others, strict=True))  # fmt: skip
+    peaks = Note("other-stages", f"The figures are of pipeline stage 0; peaks of other stages: {peaks_by_stage}.")
     first = replace(first, notes=(peaks, *first.notes))
     over = [report for report in others if report.outcome == "out of memory"]
     if not over and card and any(report.outcome == "unknown" for report in others):

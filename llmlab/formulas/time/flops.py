@@ -141,7 +141,7 @@ def _factored(spec: ModelSpec, run: Training) -> int:
     if run.lora:
         return adapter_parameters(spec, run)
     by = spec.parameters_by_component
-    vectors = by["norms"] + sum(each.count * each.outputs for each in spec.linears if each.bias)
+    vectors = by["norms"] + sum(linear.count * linear.outputs for linear in spec.linears if linear.bias)
     return spec.parameters - vectors
 
 

@@ -182,48 +182,48 @@ def _operators(
     if stack in OWN:
         once, again = OWN[stack]
         return once.plus(again[checkpointing].times(share)) if checkpointing else once
-    found = [TRANSFORMERS[norm], *[NORM] * norms, *[EAGER, REPEATED][:written]]
+    counts = [TRANSFORMERS[norm], *[NORM] * norms, *[EAGER, REPEATED][:written]]
     if frozen:
-        found += [FROZEN[norm], *[FROZEN_CASTS] * (precision == "autocast")]
-        found += [FROZEN_AGAIN[norm]] * bool(checkpointing)
+        counts += [FROZEN[norm], *[FROZEN_CASTS] * (precision == "autocast")]
+        counts += [FROZEN_AGAIN[norm]] * bool(checkpointing)
     elif precision == "mixed":
-        found.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
+        counts.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
     casts, casts_back = AUTOCAST[norm] if precision == "autocast" else (0, 0)
-    found.append(Operators(casts, 0, casts_back, 0))
+    counts.append(Operators(casts, 0, casts_back, 0))
     if (stack, zero) in STAGES:
-        found.append(STAGES[stack, zero])
+        counts.append(STAGES[stack, zero])
     if checkpointing:
-        found += [AGAIN[checkpointing][norm], *[NORM_AGAIN] * norms, *[EAGER_AGAIN, REPEATED_AGAIN][:written]]
-        found.append(Operators(casts, 0, 0, 0))
-    return reduce(Operators.plus, found)
+        counts += [AGAIN[checkpointing][norm], *[NORM_AGAIN] * norms, *[EAGER_AGAIN, REPEATED_AGAIN][:written]]
+        counts.append(Operators(casts, 0, 0, 0))
+    return reduce(Operators.plus, counts)
 
 
 @lru_cache(maxsize=256)
 def started(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of all blocks in a micro-batch, adapters' with them; and of Megatron-LM's other ones."""
-    found = operators(spec, run).times(spec.layers)
+    total = operators(spec, run).times(spec.layers)
     if ends := ENDS.get(stack_of(run).name):
-        found = found.plus(ends)
+        total = total.plus(ends)
     if run.quantization == "gptq":
-        found = found.plus(_gptq(spec, run))
+        total = total.plus(_gptq(spec, run))
     elif run.quantization:
-        each = UNPACKED if run.checkpointing is None else UNPACKED.plus(UNPACKED_AGAIN)
-        found = found.plus(each.times(sum(linear.count for linear in spec.block_linears)))
+        per_linear = UNPACKED if run.checkpointing is None else UNPACKED.plus(UNPACKED_AGAIN)
+        total = total.plus(per_linear.times(sum(linear.count for linear in spec.block_linears)))
     if adapters := sum(linear.count for linear in adapted(spec, run)):
-        each = adapter(run)
+        per_linear = adapter(run)
         if run.lora and run.lora.dropout:
-            each = each.plus(ADAPTER_DROPOUT)
-            each = each if run.checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
-        found = found.plus(each.times(adapters))
-    return found
+            per_linear = per_linear.plus(ADAPTER_DROPOUT)
+            per_linear = per_linear if run.checkpointing is None else per_linear.plus(ADAPTER_DROPOUT_AGAIN)
+        total = total.plus(per_linear.times(adapters))
+    return total
 
 
 def _gptq(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators that GPTQ's layers have more than others."""
-    each = GPTQ.plus(GPTQ_AUTOCAST) if run.precision.startswith("autocast") else GPTQ
+    per_linear = GPTQ.plus(GPTQ_AUTOCAST) if run.precision.startswith("autocast") else GPTQ
     biased = sum(linear.count for linear in spec.block_linears if linear.bias)
-    found = each.times(sum(linear.count for linear in spec.block_linears)).plus(GPTQ_BIAS.times(biased))
-    return found.plus(found._replace(kernels_back=0)) if run.checkpointing else found
+    total = per_linear.times(sum(linear.count for linear in spec.block_linears)).plus(GPTQ_BIAS.times(biased))
+    return total.plus(total._replace(kernels_back=0)) if run.checkpointing else total
 
 
 def adapter(run: Training) -> Operators:
@@ -247,8 +247,8 @@ def small_kernels(spec: ModelSpec, run: Training) -> float:
         return 0.0
     if run.compile:
         return run.accumulation / run.pp * spec.layers * written(spec, run) + summed(spec, run)
-    each = started(spec, run)
-    small = max(0.0, each.kernels + each.kernels_back - _multiplied(spec, run))
+    operators_ = started(spec, run)
+    small = max(0.0, operators_.kernels + operators_.kernels_back - _multiplied(spec, run))
     return run.accumulation / run.pp * small + summed(spec, run)
 
 
@@ -350,9 +350,9 @@ def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     if run.zero != 3 or not stack_of(run).own_zero:
         return 0.0
     again = 2 if run.checkpointing else 1
-    each = (number * (again * forward + backward)
+    hooks = (number * (again * forward + backward)
             for number, forward, backward in zip(hook_modules(spec), FORWARD, BACKWARD, strict=True))  # fmt: skip
-    return run.accumulation * spec.layers * sum(each) * HERE * hook_spread(host)
+    return run.accumulation * spec.layers * sum(hooks) * HERE * hook_spread(host)
 
 
 def python_seconds(spec: ModelSpec, run: Training) -> float:

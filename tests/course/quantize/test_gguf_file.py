@@ -1,4 +1,4 @@
-"""Bits per weight as the gguf package counts them; files of published size; .gguf files whole, truncated, corrupt."""
+""".gguf files: whole, truncated, corrupt."""
 
 import gguf as package
 import numpy as np
@@ -6,80 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import llmlab as lab
 from llmlab.base.errors import SpecError, UnknownName
 from llmlab.course import quantize
 from llmlab.course.quantize.formats import gguf_file
-from llmlab.course.quantize.formats.sizes import BLOCKS, MIXES, stored
-
-# Bytes of the published files of Llama-3.1-8B-Instruct
-PUBLISHED = {
-    "F32": 32128885888, "Q8_0": 8540775840, "Q6_K": 6596011424, "Q5_K_M": 5732992416, "Q4_K_M": 4920739232,
-    "Q4_K_S": 4692673952, "Q3_K_M": 4018922912, "Q2_K": 3179136416,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks_are_ggmls(kind):
-    assert package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]] == BLOCKS[kind]
-
-
-@pytest.mark.parametrize("mix", PUBLISHED)
-def test_file_sizes_are_the_published_ones(mix):
-    """Within 0.001 %, though the header is an estimate; of the tensors alone, to the byte (see the next test)."""
-    assert quantize.file_bytes(lab.model("Llama-3.1-8B"), mix) == pytest.approx(PUBLISHED[mix], rel=1e-5)
-
-
-def test_all_published_files_have_the_same_header():
-    """What the rules leave unexplained is the tokenizer, the same in every file: no tensor's kind is wrong."""
-    spec = lab.model("Llama-3.1-8B")
-    headers = {mix: PUBLISHED[mix] - quantize.file_bytes(spec, mix, header=0) for mix in PUBLISHED}
-    assert headers.pop("F32") == 7840640
-    assert set(headers.values()) == {7840928}, "288 bytes more: what quantizing adds to the metadata"
-
-
-@pytest.mark.parametrize(("mix", "bits"), [("F16", 16.0005), ("Q8_0", 8.5008), ("Q6_K", 6.5633), ("Q4_K_M", 4.8944)])
-def test_bits_a_weight_are_llama_cpps_own_table(mix, bits):
-    spec = lab.model("Llama-3.1-8B")
-    assert 8 * quantize.file_bytes(spec, mix, header=0) / spec.parameters == pytest.approx(bits, abs=5e-5)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "Llama-3.1-8B", "Qwen2.5-0.5B", "gemma-2-2b"])
-@pytest.mark.parametrize("mix", MIXES)
-def test_every_parameter_is_stored_once_in_whole_blocks(name, mix):
-    spec = lab.model(name)
-    tensors = list(stored(spec, mix))
-    extra = sum(t.rows * t.columns for t in tensors if t.name == "rope_freqs")
-    assert sum(t.rows * t.columns for t in tensors) - extra == spec.parameters
-    assert all(t.columns % BLOCKS[t.kind][0] == 0 for t in tensors)
-
-
-def test_rows_that_are_no_superblocks_fall_back():
-    """Qwen2.5-0.5B is 896 wide, no multiple of 256: its Q4_K becomes Q5_0, its file larger than the name says."""
-    spec = lab.model("Qwen2.5-0.5B")
-    for mix, kind in (("Q2_K", "Q4_0"), ("Q3_K_S", "Q4_0"), ("Q4_K_S", "Q5_0"), ("Q5_K_S", "Q5_1"), ("Q6_K", "Q8_0")):
-        assert {tensor.name: tensor.kind for tensor in stored(spec, mix)}["blk.5.attn_q"] == kind
-    kinds = {tensor.name: tensor.kind for tensor in stored(spec, "Q4_K_M")}
-    assert kinds["blk.5.attn_q"] == "Q5_0" and kinds["blk.0.ffn_down"] == "Q6_K" and kinds["output"] == "Q8_0"
-
-
-def test_sizes_refuse_what_they_do_not_know():
-    with pytest.raises(UnknownName, match="Q4_K_M"):
-        quantize.file_bytes(lab.model("gpt2"), "Q4_K_XL")
-    with pytest.raises(UnknownName, match="nf4"):
-        quantize.bits_per_weight("nf5")
-    with pytest.raises(SpecError, match="dense"):
-        quantize.file_bytes(lab.model("DeepSeek-V3"), "Q4_K_M")
-
-
-def test_the_estimators_bytes_of_nf4_and_int8_are_these_bits():
-    from llmlab.formulas.memory.precision import weight_bytes
-
-    for kind in ("nf4", "int8"):
-        assert 8 * weight_bytes(kind, 2**20, rows=0) / 2**20 == quantize.bits_per_weight(kind)
-
-
-# ---- files
 
 
 @pytest.fixture
