@@ -291,6 +291,8 @@ def main(every: int, out: Path | None) -> None:
     lines += ["", f"- The fastest deployment of a model on a GPU is among the first two predicted in {right} of "
               f"{groups} groups (same model, GPU and lengths; four deployments or more).",
               f"- Fitted on {sum(row.fitted for row in rows)} rows, which are not among the above."]  # fmt: skip
+    with BESIDE.open(encoding="utf-8") as file:
+        lines.append(f"- aiconfigurator was asked for every eighth row, and answered {sum(1 for _ in file) - 1}.")
     lines += [f"- Left out: {count} rows, {why}." for why, count in sorted(without.items())]
     title = "**lab.serve beside deployments that others measured**"
     text = "\n".join([title, "", *lines, "", provenance("llmlab")])
