@@ -198,6 +198,7 @@ def test_the_cheapest_deployment_meets_the_service_level():
         ({"draft": "mtp", "acceptance": 0.5}, "has no layer for it"),
         ({"draft": "gpt2", "acceptance": 0.5}, "a vocabulary of 50257"),
         ({"prefill_interval": 0}, "prefill_interval=0"),
+        ({"engine": "llama.cpp", "weights": "q4_k_m", "pp": 2}, "not predicted for llama.cpp"),
     ],
 )
 def test_what_cannot_be_served_is_refused(fields, message):
