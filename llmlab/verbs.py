@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from .base.errors import NotAvailable, SpecError, need_packages
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Executor
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import torch
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .planning.levers import Fix
     from .planning.out_of_memory import DriverError, OutOfMemory
     from .planning.result import Plan
+    from .planning.snapshot import SnapshotReport
     from .planning.solve import Solution
     from .serving.report import ServingReport
     from .serving.service import Service
@@ -295,24 +296,36 @@ def write(model: ModelLike, run: Training, gpus: str, folder: str | os.PathLike[
 @overload
 def fix(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None) -> Fix: ...
 @overload
-def fix(model: str) -> OutOfMemory | DriverError: ...
+def fix(model: str | Path, *, against: str | Path | None = None) -> OutOfMemory | DriverError | SnapshotReport: ...
 def fix(
-    model: ModelLike, run: Run | None = None, gpu: GPU | str | None = None, cluster: Cluster | None = None
-) -> Fix | OutOfMemory | DriverError:
+    model: ModelLike | Path,
+    run: Run | None = None,
+    gpu: GPU | str | None = None,
+    cluster: Cluster | None = None,
+    *,
+    against: str | Path | None = None,
+) -> Fix | OutOfMemory | DriverError | SnapshotReport:
     """Return what would make `run` of `model` smaller on `gpu`: each change, the bytes it saves and the time it costs.
 
     Given torch's out-of-memory message alone, return its numbers one by one, and whether expandable_segments would
     have helped. All by formulas, which are derived first where `estimate` does so: that takes seconds for each change.
-    Raises SpecError for a text that is no such message, and as `estimate` does.
+    Given the path of a snapshot that torch.cuda.memory._dump_snapshot wrote, return its peak by part and by place, its
+    holes and what grew between steps, compared with a second one if there is `against`. No code in it is run.
+    Raises SpecError for a text that is no such message and a file that is no snapshot, and as `estimate` does.
     """
     from .planning.levers import derived
     from .planning.levers import fix as fixed
     from .planning.out_of_memory import explained
+    from .planning.snapshot import snapshot_report
+    from .recording.snapshot import is_snapshot
 
-    if run is None and gpu is None and isinstance(model, str):
-        return explained(model)
-    if run is None or gpu is None:
-        raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error")
+    if run is None and gpu is None and isinstance(model, (str, Path)):
+        if is_snapshot(model):
+            return snapshot_report(model, against)
+        return explained(str(model))
+    if run is None or gpu is None or isinstance(model, Path):
+        raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error, or the "
+                        "path of a memory snapshot")  # fmt: skip
     found = fixed(model, run, gpu, cluster, derived)
     return replace(found, report=_assuming(found.report, find_model(model), run, gpu))
 

@@ -67,6 +67,7 @@ class Case:
     uncertain: str = ""  # why nobody can know what memory it took
 
 
+BIGSCIENCE = "megatron:deepspeed=true,transformer_engine=false"
 QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": "full"}
 # Runs on other cards that ran out of memory, where the source says all that decides. Lit-GPT: Alpaca's longest sample
 # has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml. BigScience's
@@ -84,10 +85,10 @@ OVER = (
      lab.Training(micro_batch=32, dp=8, tp=4, sequence_parallel=True, **QWEN)),
     ("oom-011", "BLOOM's prequel: DP48 TP8, 1 × 2048", "GPT-72x14336", "A100-80GB",
      lab.Training(micro_batch=1, seq_len=2048, accumulation=42, precision="mixed-fp16", checkpointing="full", zero=1,
-                  dp=48, tp=8, attention="eager")),
+                  dp=48, tp=8, attention="eager", stack=BIGSCIENCE)),
     *((f"oom-{number:03}", f"BigScience's 1.3B: DP{8 // pp} PP{pp}, {size} × 2048", "GPT-24x2048", card,
        lab.Training(micro_batch=size, seq_len=2048, accumulation=512 * pp // (8 * size), zero=1 if pp < 8 else 0, pp=pp,
-                    dp=8 // pp, precision="mixed-fp16", checkpointing="full", attention="eager"))
+                    dp=8 // pp, precision="mixed-fp16", checkpointing="full", attention="eager", stack=BIGSCIENCE))
       for number, card, pp, size in ((12, "V100-32GB", 2, 16), (13, "V100-16GB", 2, 8), (14, "V100-16GB", 4, 8),
                                      (15, "V100-16GB", 8, 8))),
     *((f"aleph-{size.lower()}-{length}-tp{tp}-pp{pp}",

@@ -6,30 +6,41 @@
 serving.csv has 2,256 deployments: InferenceX's runs as exported in ai-dynamo/aiconfigurator (Apache-2.0), and the
 ML.ENERGY leaderboard's. It is half of them, drawn by (source, model, GPU). This rule maps a row to a Service:
 
-* engine, tp, ep, attention_dp, prompt and output length and concurrency are the row's; a row whose ep or attention_dp
+* engine, tp, ep, prompt and output length are the row's. Its concurrency is that of one copy of attention; the id names
+  that of all (c128), so that their ratio is attention_dp where the row does not say it. A row whose ep or attention_dp
   is larger than its tp is divided over that many GPUs. Rows on more than 8 GPUs (several nodes), or whose ep is
   neither 1 nor tp, are left out.
 * weights: the row's; "nvfp4" and "fp8" of gpt-oss are the checkpoint's own mxfp4; int4 is gptq's. TensorRT-LLM's
   checkpoints in fp8 and nvfp4 have a KV cache in fp8 (NVIDIA ModelOpt's default), all others one in bf16.
-* both lengths are drawn from 80 to 100 % of the row's (InferenceX's random-range-ratio).
+* InferenceX's runs have three shapes. Their scripts (SemiAnalysisAI/InferenceX, benchmarks/, read 2026-11-29) give the
+  servers options that the rows do not have: launched.csv has the dtype of the KV cache, the tokens of a step, and the
+  interval between two looks for new requests, by engine, model, GPU and users. Both lengths are drawn from 80 to 100 %
+  of the row's (random-range-ratio). All other shapes are aiconfigurator's own runs, with equal lengths and defaults.
+* Each user sends ten requests, the first of them all at the same moment. The times are means over all requests: those
+  of the first burst wait for each other, so that a mean is above the median. The rows do not say which of the two they
+  have; only the mean explains how the time to the first token of short prompts grows with the users.
 * ML.ENERGY says the mean running batch and the median time between tokens: a step that gives so many requests a token
   is compared, after 512 tokens of prompt, which it does not say, and half of the answer.
 
 The rows are in view, not held out: engines, sizes and weights were mapped before the first prediction, but the cache in
-fp8, the drawn lengths and ML.ENERGY's prompt after it, and mechanisms were corrected with all rows in sight. Only the
-constants (STEP_HOST, ROW_HOST, FIRST_STEPS, FIRST_TOKEN, TOGETHER) come from a part, the InferenceX rows whose id's
-SHA-256 is divisible by 8, and the others are reported. The intervals were chosen on the reported rows.
+fp8, the drawn lengths, ML.ENERGY's prompt, means, copies and launched.csv after it, and mechanisms were corrected with
+all rows in sight. Only the constants (STEP_HOST, ROW_HOST, START_HOST, ARRIVING, TOKENIZING) come from a part, the
+InferenceX rows whose id's SHA-256 is divisible by 8, and the others are reported. The intervals were chosen on the
+reported rows.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 import click
 
@@ -37,10 +48,14 @@ import llmlab as lab
 from benchmarks.provenance import provenance, write
 from llmlab.base.errors import SpecError, UnknownName
 from llmlab.hardware.gpu import GPU
+from llmlab.serving.load import simulate
+from llmlab.serving.memory import divided_memory
+from llmlab.serving.report import checked
 from llmlab.serving.step import Step, step_seconds
 from llmlab.specs.model import ModelSpec
 
 FILE = Path(__file__).with_suffix(".csv")
+BESIDE = FILE.with_name("aiconfigurator.csv")
 FITTED = 8
 WEIGHTS = {"bfloat16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "int4": "gptq", "int4_wo": "gptq",
            "nvfp4": "nvfp4", "fp4": "nvfp4", "mxfp4": "mxfp4"}  # fmt: skip
@@ -53,6 +68,7 @@ SAME = {"zhipuai/GLM-5": "zai-org/GLM-5", "moonshotai/Kimi-K2.5": "moonshotai/Ki
         "Qwen/Qwen3-Coder-30B-A3B-Instruct": "Qwen/Qwen3-30B-A3B",
         "deepseek-ai/DeepSeek-V3.1": "deepseek-ai/DeepSeek-V3",
         "deepseek-ai/DeepSeek-R1-0528": "deepseek-ai/DeepSeek-V3"}  # fmt: skip
+SHAPES = ((1024, 1024), (1024, 8192), (8192, 1024))  # of InferenceX's runs; others are aiconfigurator's own
 ENDINGS = ("-NVFP4", "-FP8", "-2507", "-Instruct", "-Thinking", "-it")
 
 
@@ -60,6 +76,7 @@ ENDINGS = ("-NVFP4", "-FP8", "-2507", "-Instruct", "-Thinking", "-it")
 class Row:
     """A measured deployment, and what is predicted of it; seconds, output tokens per second per GPU."""
 
+    id: str
     source: str
     engine: str
     model: str
@@ -98,16 +115,50 @@ def spec_of(name: str) -> ModelSpec:
 def service_of(row: dict[str, str]) -> lab.Service | None:
     """Return the Service of a row by the rule above; None for a row that it leaves out."""
     tp, ep, copies = (int(row[key] or 1) or 1 for key in ("tp", "ep", "attention_dp"))
+    users = int(float(row["concurrency"]))
+    if users_of_all := re.search(r"_c(\d+)_", row["id"]):
+        copies, users = copies if int(row["attention_dp"] or 0) else int(users_of_all[1]) // users, int(users_of_all[1])
     tp = max(tp, ep, copies)
     if tp > 8 or ep not in (1, tp) or tp % copies:
         return None
     weights = "mxfp4" if "gpt-oss" in row["model"] else WEIGHTS.get(row["weights"], "bf16")
     cache = "fp8" if row["engine"] == "trtllm" and weights in ("fp8", "nvfp4") else "bf16"
-    return lab.Service(
-        row["engine"], weights, cache, tp=tp, ep=ep, dp_attention=copies, range_ratio=0.8,
-        prompt_len=int(row["isl"] or 512), output_len=max(1, round(float(row["osl"] or 1024))),
-        concurrency=int(float(row["concurrency"])),
+    prompt, answer = int(row["isl"] or 512), round(float(row["osl"] or 1024))
+    service = lab.Service(
+        row["engine"], weights, cache, tp=tp, ep=ep, dp_attention=copies, prompt_len=prompt, output_len=max(1, answer),
+        concurrency=users,
     )  # fmt: skip
+    if row["source"] != "InferenceX" or (prompt, answer) not in SHAPES:
+        return service
+    return replace(service, range_ratio=0.8, **_launched(row, service))
+
+
+def _launched(row: dict[str, str], service: lab.Service) -> dict[str, Any]:
+    """Return the options that InferenceX's script gave the server."""
+    shape, users = f"{service.prompt_len}x{service.output_len}", service.concurrency or 1
+    for script in scripts():
+        if script["engine"] != row["engine"] or script["model"] not in row["model"]:
+            continue
+        allowed = (("gpus", row["gpu"]), ("weights", row["weights"]), ("shape", shape))
+        if any(script[key] and value not in script[key].split() for key, value in allowed):
+            continue
+        if script["most_tp"] and service.tp > int(script["most_tp"]):
+            continue
+        if script["copies"] and service.dp_attention == 1:
+            continue
+        steps = [pair.split(":") for pair in script["interval"].split()]
+        interval = [int(count) for least, count in steps if users >= int(least)]
+        tokens = 2 * service.prompt_len if script["tokens"] == "2x" else int(script["tokens"])
+        looks = interval[-1] if interval else 1
+        return {"kv": script["kv"], "max_num_batched_tokens": tokens, "prefill_interval": looks}
+    return {}
+
+
+@cache
+def scripts() -> list[dict[str, str]]:
+    """Return the rows of launched.csv; of those that are of a deployment the first one counts."""
+    with FILE.with_name("launched.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def compared(every: int) -> Iterator[Row | str]:
@@ -131,7 +182,7 @@ def compared(every: int) -> Iterator[Row | str]:
         except SpecError as error:
             yield str(error).split(":")[0]
         else:
-            about = row["source"], row["engine"], row["model"].split("/")[-1], row["gpu"]
+            about = row["id"], row["source"], row["engine"], row["model"].split("/")[-1], row["gpu"]
             shape = service.prompt_len, service.output_len
             fitted = row["source"] == "InferenceX" and number % FITTED == 0
             yield Row(*about, shape, service.concurrency or 1, fitted, float(row["tpot_ms"]) / 1e3, **predicted)
@@ -142,13 +193,16 @@ def _predicted(row: dict[str, str], spec: ModelSpec, service: lab.Service, gpu: 
         batch = max(1, round(float(row["id"].rpartition("b")[2])))
         step = Step(batch, service.prompt_len + service.output_len // 2)
         return {"predicted_tpot": sum(step_seconds(spec, service, gpu, step).values())}
-    times = lab.serve(spec, service, gpu).latency
-    if times is None:
+    service = checked(spec, service, gpu)
+    memory = divided_memory(spec, service, gpu)
+    if not memory.requests:
         raise SpecError("out of memory")
+    served = simulate(spec, service, gpu, memory)
+    first, each = fmean(one.first_token for one in served), fmean(one.each_token for one in served)
     ttft, tpot = float(row["ttft_ms"]) / 1e3, float(row["tpot_ms"]) / 1e3
     return {
-        "predicted_tpot": times.tpot, "ttft": ttft, "predicted_ttft": times.ttft,
-        "rate": _rate(service, ttft, tpot), "predicted_rate": _rate(service, times.ttft, times.tpot),
+        "predicted_tpot": each, "ttft": ttft, "predicted_ttft": first,
+        "rate": _rate(service, ttft, tpot), "predicted_rate": _rate(service, first, each),
     }  # fmt: skip
 
 
@@ -183,6 +237,21 @@ def ranked(rows: Sequence[Row]) -> tuple[int, int]:
     return right, len(large)
 
 
+def beside(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of both predictions, ours and aiconfigurator's, for the rows that it was asked for."""
+    with BESIDE.open(encoding="utf-8") as file:
+        theirs = {row["id"]: (float(row["ttft_ms"]) / 1e3, float(row["tpot_ms"]) / 1e3) for row in csv.DictReader(file)}
+    both = [row for row in rows if row.id in theirs]
+    if not both:
+        return []
+    return [
+        line("on aiconfigurator's rows, time per output token, lab.serve", [r.predicted_tpot / r.tpot for r in both]),
+        line("the same, aiconfigurator 0.12", [theirs[r.id][1] / r.tpot for r in both]),
+        line("on aiconfigurator's rows, time to the first token, lab.serve", [r.predicted_ttft / r.ttft for r in both]),
+        line("the same, aiconfigurator 0.12", [theirs[r.id][0] / r.ttft for r in both]),
+    ]  # fmt: skip
+
+
 @click.command()
 @click.option("--every", default=1, help="Compare every n-th row.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write serving.md into this folder.")
@@ -207,14 +276,23 @@ def main(every: int, out: Path | None) -> None:
     lines.append(line("output tokens per second per GPU", [r.predicted_rate / r.rate for r in others]))
     if energy:
         lines.append(line("ML.ENERGY: time between tokens", [r.predicted_tpot / r.tpot for r in energy]))
+    for value in sorted({row.engine for row in others}):
+        part = [row for row in others if row.engine == value]
+        for words, rows_of in (("InferenceX", True), ("aiconfigurator", False)):
+            ratios = [r.predicted_ttft / r.ttft for r in part if (r.shape in SHAPES) == rows_of]
+            if ratios:
+                lines.append(line(f"time to the first token, {value}, {words}'s runs", ratios))
     for key in ("engine", "gpu", "model"):
         for value in sorted({getattr(row, key) for row in others}):
             ratios = [row.predicted_tpot / row.tpot for row in others if getattr(row, key) == value]
             lines.append(line(f"time per output token, {value}", ratios))
+    lines += beside(others)
     right, groups = ranked(others)
     lines += ["", f"- The fastest deployment of a model on a GPU is among the first two predicted in {right} of "
               f"{groups} groups (same model, GPU and lengths; four deployments or more).",
               f"- Fitted on {sum(row.fitted for row in rows)} rows, which are not among the above."]  # fmt: skip
+    with BESIDE.open(encoding="utf-8") as file:
+        lines.append(f"- aiconfigurator was asked for every eighth row, and answered {sum(1 for _ in file) - 1}.")
     lines += [f"- Left out: {count} rows, {why}." for why, count in sorted(without.items())]
     title = "**lab.serve beside deployments that others measured**"
     text = "\n".join([title, "", *lines, "", provenance("llmlab")])

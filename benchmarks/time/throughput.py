@@ -17,7 +17,7 @@ for them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -30,7 +30,7 @@ import click
 
 import llmlab as lab
 from benchmarks.provenance import folded, provenance, titled_table, write
-from benchmarks.time.throughput_peers import EFFICIENCY, RULE, llm_analysis, rule
+from benchmarks.time.throughput_peers import PEERS
 from benchmarks.time.throughput_rows import UNSEEN, Row, rows
 from llmlab.archive import held_out, records
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
@@ -73,6 +73,9 @@ def predict(row: Row) -> Predicted:
 
 
 Pairs = list[tuple[Row, Predicted]]
+Answers = dict[str, dict[str, float | None]]  # tokens/s per GPU, by tool and by the id of a row
+TOOLS = ["tool", "rows", "median error", "90th percentile", "worst", "llmlab, same rows: median", "90th percentile",
+         "worst"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,16 +168,17 @@ def single(found: Pairs) -> Iterator[tuple[str, Errors]]:
 
 def text(found: Pairs) -> Iterator[str]:
     """Return the lines of the results file."""
-    names = ["llmlab", f"6ND at {RULE:.0%} of the peak", f"llm-analysis 0.2.2 at {EFFICIENCY:.0%}"]
+    answers = {name: {row.id: ask(row) for row, _ in found} for name, ask in PEERS.items()}
     written = list(rounds([row for row, _ in found]))
     first = [each for _, pairs in written for each in pairs]
+    yield from titled_table("Rows never seen when predicted", TOOLS, list(tools(first, answers)))
     groups = {group: [each for each in found if each[0].group == group] for group in GROUPS} | {NEVER_SEEN: first}
     lines = []
     certain = [(row, one) for row, one in first if not row.assumed]
     for group, mine in (*groups.items(), (f"{NEVER_SEEN}, and no detail of the run assumed", certain)):
-        others = ([(row, Predicted(asked(row))) for row, _ in mine] for asked in (rule, llm_analysis))
+        others = ([(row, Predicted(by_id[row.id])) for row, _ in mine] for by_id in answers.values())
         lines.append([group, *(str(errors(some)) for some in (mine, *others))])
-    yield from titled_table("By group", ["group", *names], lines)
+    yield from titled_table("By group", ["group", "llmlab", *answers], lines)
     yield f"Bars: median at most {MEDIAN:.0%}, worst at most {WORST:.0%}, none unknown, {HELD:.0%} inside.\n"
     strict = [each for _, pairs in written[STRICT - 1 :] for each in pairs]
     lines = [_round(*each) for each in (*written, (f"{STRICT} to {len(written)}", strict))]
@@ -191,9 +195,10 @@ def text(found: Pairs) -> Iterator[str]:
              for card, base, own, other in moved]  # fmt: skip
     header = ["card", "whose kernels stand for it", "with its own kernels", "without them", "median at most 15 %"]
     yield from titled_table("Cards without their own kernels", header, lines)
-    header = ["run", "measured", "predicted", "error", "10–90 %", "inside", "6ND", "llm-analysis"]
+    header = ["run", "measured", "predicted", "error", "10–90 %", "inside", *(name.split()[0] for name in answers)]
     for group, mine in groups.items():
-        yield from titled_table(f"Tokens per second and GPU, {group}", header, [_line(*each) for each in mine])
+        lines = [_line(row, it, [by_id[row.id] for by_id in answers.values()]) for row, it in mine]
+        yield from titled_table(f"Tokens per second and GPU, {group}", header, lines)
     yield from folded("Sources", [f"- {citation}" for citation in dict.fromkeys(row.citation for row, _ in found)])
     assumed: dict[str, list[str]] = {}
     for row, _ in found:
@@ -201,6 +206,19 @@ def text(found: Pairs) -> Iterator[str]:
     lines = [f"- {text}: {', '.join(ids)}" for text, ids in assumed.items() if text]
     yield from folded("Assumed, where a source does not say it, or differs", lines)
     yield provenance("llmlab", "llm-analysis")
+
+
+def tools(pairs: Pairs, answers: Answers) -> Iterator[list[str]]:
+    """Return a line for each tool: its errors where it answers, and those of llmlab in the same rows."""
+
+    def cells(some: Pairs) -> list[str]:
+        of = errors(some)
+        return [f"{of.median:.1%}", f"{of.ninth:.0%}", f"{of.worst:.0%}"] if of.known else ["–"] * 3
+
+    yield ["llmlab", str(errors(pairs).known), *cells(pairs), *cells(pairs)]
+    for name, by_id in answers.items():
+        both = [(row, it) for row, it in pairs if it.rate and by_id[row.id]]
+        yield [name, str(len(both)), *cells([(row, Predicted(by_id[row.id])) for row, _ in both]), *cells(both)]
 
 
 def _round(name: str, pairs: Pairs) -> list[str]:
@@ -214,8 +232,8 @@ def _round(name: str, pairs: Pairs) -> list[str]:
     return [*told, max(off, key=off.__getitem__), certain]
 
 
-def _line(row: Row, it: Predicted) -> list[str]:
-    others = [f"{it / row.measured - 1:+.0%}" if it else "" for it in (rule(row), llm_analysis(row))]
+def _line(row: Row, it: Predicted, answers: Iterable[float | None]) -> list[str]:
+    others = [f"{rate / row.measured - 1:+.0%}" if rate else "" for rate in answers]
     cells = [f"{row.id} {row.shown}", f"{row.measured:,.0f}"]
     if it.rate is None:
         cells += ["unknown", "", "", ""]

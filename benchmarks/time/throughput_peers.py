@@ -1,6 +1,7 @@
-"""What other ways of predicting a training throughput say: 6ND at a share of the peak, and llm-analysis.
+"""What other ways of predicting a training throughput say: 6ND at a share of the peak, llm-analysis and SimuMax.
 
 pip install llm-analysis    # 0.2.2; without it its column is empty
+For SimuMax, see benchmarks/memory/questions/megatron_peers.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import logging
 from importlib.util import find_spec
 
 import llmlab as lab
+from benchmarks.memory.questions import megatron_peers
 from benchmarks.time.throughput_rows import Row
+from llmlab.hardware.links import cluster
 
 RULE = 0.4  # of the data sheet's peak, for 6 FLOP per parameter and token
 # llm-analysis reckons with the whole peak, and says itself that Megatron-LM reported up to 0.6 of it.
@@ -58,3 +61,25 @@ def llm_analysis(row: Row) -> float | None:
     finally:
         logging.disable(logging.NOTSET)
     return run.global_batch * run.seq_len / run.world_size / said["latency_per_iter"]
+
+
+def simumax(row: Row) -> float | None:
+    """Return the tokens/s per GPU that SimuMax gives; None without it, and for what is not Megatron-LM's or refused.
+
+    Its release notes (docs/release_v1.2.md) exclude the time of interleaved pipelines, so it is not asked for these.
+    """
+    if row.run.virtual_stages > 1:
+        return None
+    try:
+        nodes = cluster(row.card, **(row.nodes or {}))
+        model = megatron_peers.simumax(lab.model(row.model), row.run, lab.gpu(row.card), nodes)
+        return model.analysis_cost().data["throughput_per_accelerator"] if model else None
+    except (lab.NotAvailable, *megatron_peers.REFUSALS):
+        return None
+
+
+PEERS = {
+    f"6ND at {RULE:.0%} of the peak": rule,
+    f"llm-analysis 0.2.2 at {EFFICIENCY:.0%}": llm_analysis,
+    "SimuMax 1.2": simumax,
+}

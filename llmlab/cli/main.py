@@ -17,6 +17,7 @@ from inspect import cleandoc
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from .. import hardware, verbs
 from ..base.errors import SCRIPT_FAILED, LabWarning, NotAvailable, ScriptFailed, SpecError, UnknownName
@@ -24,7 +25,7 @@ from ..base.tables import Table, Tabular, show
 from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
 from ..hardware.doctor import doctor as check_machine
-from ..hardware.gpu import DTYPES
+from ..hardware.gpu import DTYPES, GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..report import Comparison, Report
 from ..specs.generic import UNBOUNDED
@@ -107,13 +108,19 @@ def _answer(report: Report, as_json: bool) -> int:
 @click.option("--vs", metavar="OPTIONS",
               help="Show a second run beside this one: the same options, except those given here in quotes, for "
               "example --vs '--zero 3 --checkpointing full'. The exit code is that of the first run.")  # fmt: skip
+@click.option("--lengths", metavar="FILE", help="Lengths of the training sequences in tokens, one per line or as a "
+              "JSON list, instead of --seq-len. Batches are padded to their longest sequence.")  # fmt: skip
 @cluster_options
 @_json
-def estimate(context: click.Context, vs: str | None, as_json: bool, **_: Any) -> int:
+def estimate(context: click.Context, vs: str | None, lengths: str | None, as_json: bool, **_: Any) -> int:
     """Estimate memory and time of a run with closed formulas.
 
     This takes milliseconds.
     """
+    if lengths is not None:
+        if vs is not None:
+            raise SpecError("--lengths and --vs exclude each other; leave out one of them")
+        return _of_lengths(context, lengths, as_json)
     report = _estimated(context)
     if vs is None:
         return _answer(report, as_json)
@@ -123,11 +130,27 @@ def estimate(context: click.Context, vs: str | None, as_json: bool, **_: Any) ->
 
 
 def _estimated(context: click.Context) -> Report:
-    model, name, power = (context.params[key] for key in ("model", "gpu", "power"))
+    return verbs.estimate(context.params["model"], run_from(context), _card(context), cluster_from(context))
+
+
+def _card(context: click.Context) -> GPU | str | None:
+    name, power = context.params["gpu"], context.params["power"]
     if power is not None and name is None:
         raise SpecError("--power needs --gpu; name the GPU that has this power limit")
-    card = name if name is None or power is None else find_gpu(name, power)
-    return verbs.estimate(model, run_from(context), card, cluster_from(context))
+    return name if name is None or power is None else find_gpu(name, power)
+
+
+def _of_lengths(context: click.Context, file: str, as_json: bool) -> int:
+    from ..planning.lengths import padded, read_lengths
+
+    run = run_from(context)
+    if not isinstance(run, Training):
+        raise SpecError("--lengths is for training steps; leave out the options of generation")
+    if context.get_parameter_source("seq_len") is ParameterSource.COMMANDLINE:
+        raise SpecError("--lengths and --seq-len both say how long sequences are; leave out one of them")
+    found = padded(context.params["model"], run, _card(context), read_lengths(file), cluster_from(context))
+    _print(_dump(found.to_dict()) if as_json else found)
+    return EXIT[found.worst.outcome]
 
 
 @_verb

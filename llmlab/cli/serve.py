@@ -45,7 +45,11 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """
         name, count = _gpus(gpu)
-        service = Service(**{"tp": count, **{key: value for key, value in given.items() if value is not None}})
+        options = {key: value for key, value in given.items() if value is not None}
+        stages = max(1, options.get("pp", 1))
+        if "tp" not in options and count % stages:
+            raise SpecError(f"--pp {stages} does not divide the {count} GPUs of --gpu; give a divisor, or --tp as well")
+        service = Service(**{"tp": count // stages, **options})
         if slo is not None:
             return _sized(show, model, service, name, slo, as_json)
         if name is None:
@@ -73,8 +77,8 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
 
 
 def _option(name: str, default: Any) -> click.Option:
-    shares = ("rate", "gpu_memory_utilization", "range_ratio", "prefix_hit", "cpu_memory_gb_s")
-    kind: Any = str if isinstance(default, str) else float if name in shares else int
+    shares = ("rate", "acceptance", "gpu_memory_utilization", "range_ratio", "prefix_hit", "cpu_memory_gb_s")
+    kind: Any = str if isinstance(default, str) or name == "draft" else float if name in shares else int
     shown = None if name == "tp" or default is None else str(default)
     return click.Option([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name], show_default=shown or False)
 

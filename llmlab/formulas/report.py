@@ -28,7 +28,7 @@ from .time.kernels import kernels
 from .time.operators import durations, logits_of
 from .time.step import Traced, tokens_of, utilisation
 from .time.timing import timing
-from .verdict import DRAWN, Kind, Verdict, kind, largest_context, plainness, verdict
+from .verdict import DRAWN, MEGATRON_DEEPSPEED, Kind, Verdict, kind, largest_context, plainness, verdict
 
 PAGED_STATES = Note(
     "paged-states",
@@ -225,7 +225,10 @@ def _notes(
     if fit.outcome == "unknown":
         between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
-        yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
+        close = "That is too close for formulas; `llmlab simulate` decides."
+        if sort is MEGATRON_DEEPSPEED:
+            close = "DeepSpeed's buffers in Megatron-DeepSpeed are unknown, so only a run on the GPU decides."
+        yield Note("near-limit", f"{needs}. {close}")
     if fit.outcome == "fits" and sort in DRAWN and verdict(max(peaks), card, run.world_size).outcome != "fits":
         needs = f"With CUDA context and fragmentation the process needs at most {show_bytes(fit.most)}"
         steps = f"in 95 % of simulated steps of this kind ({sort.what})"

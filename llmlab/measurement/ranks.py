@@ -16,8 +16,8 @@ from ..base.errors import SpecError
 from ..base.notes import Note
 from ..hardware.this_machine import environment
 from ..ranks.launch import launch
-from ..recording.events import CPUEvents, Event
-from ..recording.parts import divide, logits_sizes
+from ..recording.events import CPUEvents
+from ..recording.parts import Event, divide, logits_sizes
 from ..recording.phases import Recorder
 from ..report import Report
 from ..specs.check import check

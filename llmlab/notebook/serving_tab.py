@@ -20,6 +20,8 @@ DERIVED = ("tp",)
 PARTS = {"weights": "weights", "activations": "activations", "kv_cache": "cache", "workspace": "graphs",
          "other": "outside"}  # fmt: skip # the form's parts, and Memory's fields
 
+OPTIONS = CHOICES | {"draft": ("none", "eagle3", "mtp")}
+
 
 def serving_fields() -> list[dict[str, Any]]:
     """Return the fields of a Service as controls: a choice or a number."""
@@ -27,7 +29,7 @@ def serving_fields() -> list[dict[str, Any]]:
     for field in fields(Service):
         if field.name not in DERIVED:
             default = "none" if field.default is None else str(field.default)
-            options = CHOICES.get(field.name)
+            options = OPTIONS.get(field.name)
             kind = {"kind": "choice", "options": list(options)} if options else {"kind": "number"}
             made.append({"name": field.name, "default": default, "help": HELP[field.name], **kind})
     return made
@@ -40,15 +42,18 @@ def service_of(state: Mapping[str, str]) -> Service:
         text = state.get(field.name)
         if text is None or field.name in DERIVED:
             continue
-        if field.name in CHOICES:
-            values[field.name] = text
-        elif text == "none":
+        if text == "none":
             values[field.name] = None
-        elif isinstance(field.default, float) or field.name == "rate":
+        elif field.name in OPTIONS:
+            values[field.name] = text
+        elif isinstance(field.default, float) or field.name in ("rate", "acceptance"):
             values[field.name] = _number(field.name, text)
         else:
             values[field.name] = whole(field.name, text)
-    return Service(**values, tp=whole("gpus", state["gpus"]))
+    gpus, stages = whole("gpus", state["gpus"]), values.get("pp", 1)
+    if stages < 1 or gpus % stages:
+        raise SpecError(f"pp={stages}: give a number of stages that divides the {gpus} GPUs")
+    return Service(**values, tp=gpus // stages)
 
 
 def _number(name: str, text: str) -> float:

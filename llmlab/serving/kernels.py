@@ -20,6 +20,7 @@ from ..hardware.kernel_tables import FOLDER, SCHEMA, WORK, Grid, KernelTable, ke
 MEASURED = FOLDER.with_name("engine_kernels")
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4.25, "nvfp4": 4.5, "mxfp4": 4.25}  # with their scales
 BANDWIDTH, COMPUTE = 0.8, 0.6  # shares of the data sheet that kernels reach where none was measured
+SLOW_LINK = 25e9  # bytes per second between GPUs without NVLink
 LAUNCH = 2e-6  # seconds of the shortest kernel within a CUDA graph, from one start to the next
 
 
@@ -139,8 +140,12 @@ class EngineKernels:
         grid = self.all_reduces.get(engine) or next(iter(self.all_reduces.values()), None)
         if grid is not None and ranks <= grid.axes[0][-1]:
             return timed(grid, (ranks, size), WORK["collectives"]).seconds
-        link = self.gpu.nvlink or 25e9
+        link = self.gpu.nvlink or SLOW_LINK
         return 4 * LAUNCH + 2 * (ranks - 1) / ranks * size / link
+
+    def sent(self, size: int) -> float:
+        """Return the seconds in which one GPU of a node sends another `size` bytes."""
+        return 4 * LAUNCH + size / (self.gpu.nvlink or SLOW_LINK)
 
     def gather(self, operation: str, ranks: int, size: int) -> float:
         """Return the seconds of an "all-gather" or "reduce-scatter" with `size` bytes in the whole."""
@@ -148,7 +153,7 @@ class EngineKernels:
             return 0.0
         if self.general and (known := self.general.collective(operation, size, ranks)):
             return known.seconds
-        return 4 * LAUNCH + (ranks - 1) / ranks * size / (self.gpu.nvlink or 25e9)
+        return 4 * LAUNCH + (ranks - 1) / ranks * size / (self.gpu.nvlink or SLOW_LINK)
 
 
 def equally_many(tokens: int, context: int) -> int:

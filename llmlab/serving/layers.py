@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..base.errors import SpecError
 from ..specs.generic import BLOCKS, ConfigSizes, text_config
-from ..specs.model import ModelSpec
+from ..specs.model import ModelSpec, model
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def layers_of(spec: ModelSpec) -> Layers:
     12 None 32
     """
     read = ConfigSizes(text_config(spec.config), spec.name)
-    counts = Counter(Layer(_mixer(spec, read, number), _mlp(spec, read, number)) for number in range(spec.layers))
+    counts = Counter(_layer(spec, read, number) for number in range(spec.layers))
     return Layers(spec.hidden, spec.vocab, tuple(counts.items()))
 
 
@@ -195,3 +196,25 @@ def _has_experts(spec: ModelSpec, read: ConfigSizes, number: int) -> bool:
     if step := read.value("interleave_moe_layer_step"):  # Llama 4
         return (number + 1) % step == 0
     return number >= spec.dense_layers
+
+
+def draft_of(spec: ModelSpec, draft: str) -> Layers:
+    """Return the layers that propose tokens for `spec`; the head is the model's. Raises SpecError for "mtp" where the
+    model has no layer for it, and UnknownName for a name of no model.
+
+    EAGLE-3's layer has the model's attention and a dense MLP (arXiv 2503.01840); the layer for multi-token prediction
+    is like the model's last (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
+    kind = draft.partition(":")[0]
+    if kind not in ("mtp", "eagle3"):
+        return layers_of(model(draft))
+    read = ConfigSizes(text_config(spec.config), spec.name)
+    last = _layer(spec, read, spec.layers - 1)
+    if kind == "mtp" and not (read.value("num_nextn_predict_layers") or read.value("mtp_num_hidden_layers")):
+        raise SpecError(f'draft="mtp": {spec.name} has no layer for it; give "eagle3" or a smaller model')
+    layer = last if kind == "mtp" else Layer(last.mixer, DenseMLP(spec.intermediate, True))
+    return Layers(spec.hidden, spec.vocab, ((layer, 1),))
+
+
+def _layer(spec: ModelSpec, read: ConfigSizes, number: int) -> Layer:
+    return Layer(_mixer(spec, read, number), _mlp(spec, read, number))

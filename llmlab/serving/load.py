@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import log
 
@@ -15,17 +15,14 @@ from .memory import Memory
 from .replay import Arrival, Pass, Served, percentile
 from .replay import replay as replayed
 from .service import Service
-from .step import Step, step_seconds
+from .step import Step, step_seconds, token_seconds
 
 SEED = 0
 ROUNDS = 10  # answers that each user waits for, as in InferenceX's runs
 REQUESTS = 400  # of a load given by a rate
-# A first token comes later than its prompt is read: by steps that are under way or queued, and by the engine's HTTP
-# server; and among users who each wait for an answer, a tenth of the others' prompts come before one's own, since
-# their answers end together. Fitted on every eighth deployment of benchmarks/serving/serving.py, whose results say how
-# far off the others are.
-FIRST_STEPS, TOGETHER = 5.4, 0.1
-FIRST_TOKEN = {"vllm": 0.0, "sglang": 0.31, "trtllm": 0.08}
+# Seconds until the scheduler has a request: HTTP and the processes before the engine, and per token of its prompt.
+# Fitted on every eighth deployment of benchmarks/serving/serving.py, whose results say how far off the others are.
+ARRIVING, TOKENIZING = {"vllm": 0.012, "sglang": 0.1, "trtllm": 0.01, "llama.cpp": 0.0}, 6e-6
 LLAMA_STEPS = 1  # llama.cpp samples the first token in the prompt's last step; the step before may be under way
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed
 
@@ -33,7 +30,7 @@ DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps a
 @dataclass(frozen=True)
 class Latency:
     """Seconds: to the first token, per further token (mean of a request), from one token to the next; and output
-    tokens per second of the whole deployment."""
+    tokens per second of the whole deployment; `preempted`: how often a request's cache was freed, in the mean."""
 
     ttft: float
     ttft_p99: float
@@ -42,32 +39,33 @@ class Latency:
     itl_p99: float
     tokens_per_second: float
     requests_per_second: float
+    preempted: float
 
 
 def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers) -> Latency:
     """Return the latencies under the service's load. Raises SpecError where a request does not fit the cache."""
-    served = simulate(spec, service, gpu, memory)
-    times = summary(served)
-    if service.rate is not None:
-        late = answer_delay(spec, service, gpu)
-        return replace(times, ttft=times.ttft + late, ttft_p99=times.ttft_p99 + late)
-    first = first_token(spec, service, gpu)
-    return replace(times, ttft=first, ttft_p99=max(first, times.ttft_p99 + answer_delay(spec, service, gpu)))
+    return summary(simulate(spec, service, gpu, memory))
 
 
 def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:
-    """Return the median seconds to the first token of users who each wait for their answer."""
-    together = 1 + TOGETHER * (service.concurrency or 1)
-    return prompt_seconds(spec, service, gpu) * together + answer_delay(spec, service, gpu)
+    """Return about the median seconds to the first token of users who each wait for their answer: `latency` without
+    a replay. Prompts come at random and wait for each other (the M/D/1 queue's mean)."""
+    users, context = service.concurrency or 1, service.prompt_len + service.output_len // 2
+    prompt = prompt_seconds(spec, service, gpu)
+    step = token_seconds(spec, service, gpu, Step(users, context))
+    busy = users * prompt / (users * prompt + step * service.output_len)
+    return answer_delay(spec, service, gpu) + prompt * (1 + busy / (2 * (1 - busy)))
 
 
 def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
-    """Return by how much a first token comes later than its prompt is read: steps that are queued, the HTTP server."""
+    """Return by how much a first token comes later than its prompt is read: HTTP, two steps that are decided before
+    the scheduler has the request, those until it looks for new ones, and the decoding of others in its own."""
     step = Step(service.concurrency or 1, service.prompt_len)
     seconds = sum(step_seconds(spec, service, gpu, step).values())
     if service.engine == "llama.cpp":
         return LLAMA_STEPS * seconds if (service.concurrency or 1) > 1 or service.rate else 0.0
-    return FIRST_STEPS * seconds + FIRST_TOKEN[service.engine]
+    steps = (2 if service.prompts_first else 3) + (service.prefill_interval - 1) * (1 if service.patient else 0.5)
+    return ARRIVING[service.engine] + TOKENIZING * service.prompt_len + steps * seconds
 
 
 def prompt_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:
@@ -101,11 +99,18 @@ def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffe
     return replayed(
         requests,
         pass_time(spec, service, gpu),
-        max_batch=limit * service.dp_attention,
-        chunk=tokens * service.dp_attention,
-        capacity=max(capacity, 1),
         users=service.concurrency,
         prefix_hit=service.prefix_hit,
+        delay=ARRIVING[service.engine],
+        tokenizing=0.0 if service.engine == "llama.cpp" else TOKENIZING,
+        max_batch=limit * service.dp_attention,
+        chunk=tokens * service.dp_attention * service.pp,
+        capacity=max(capacity, 1),
+        preempts=service.preempts,
+        prompts_first=service.prompts_first,
+        ahead=service.engine != "llama.cpp",
+        interval=service.prefill_interval,
+        patient=service.patient,
     )
 
 
@@ -126,8 +131,13 @@ def pass_time(spec: ModelSpec, service: Service, gpu: GPU) -> Callable[[Pass], f
     """Return the seconds of a pass of the scheduler, as a function."""
 
     @cache
-    def seconds(*sizes: int) -> float:
-        return sum(step_seconds(spec, service, gpu, Step(*sizes)).values())
+    def seconds(sequences: int, context: int, *prompts: int) -> float:
+        """Return the seconds of a pass that gives a token to each: with a draft, the part of a step per token."""
+        each = token_seconds(spec, service, gpu, Step(sequences, context)) if sequences else 0.0
+        if not prompts[0]:
+            return each
+        alone = each * service.tokens_per_step
+        return sum(step_seconds(spec, service, gpu, Step(sequences, context, *prompts)).values()) - alone + each
 
     def of_pass(one: Pass) -> float:
         tokens, prompts = one.tokens - one.decoding, max(1, one.sequences - one.decoding)
@@ -166,4 +176,5 @@ def summary(served: Sequence[Served]) -> Latency:
         itl_p99=percentile(gaps, 0.99),
         tokens_per_second=sum(len(one.tokens) for one in served) / (end - begin),
         requests_per_second=len(served) / (end - begin),
+        preempted=sum(one.preempted for one in served) / len(served),
     )

@@ -14,7 +14,7 @@ from ..base.units import show_bytes
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
 from .kernels import BITS
-from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, Recurrence, layers_of
+from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, Layers, Recurrence, draft_of, layers_of
 from .llamacpp import Buffers, buffers
 from .service import Service
 
@@ -93,10 +93,26 @@ def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buff
 
 
 def weight_bytes(spec: ModelSpec, service: Service) -> int:
-    """Return the bytes of the weights on one GPU. Embedding, head, norms and routers stay in 16 bit."""
+    """Return the bytes of the weights on the GPU that has most. Embedding, head, norms and routers stay in 16 bit."""
     layers = layers_of(spec)
     split = service.tp // service.dp_attention
-    total = (1 if spec.tied else 2) * layers.vocab * layers.hidden * 2 / split
+    ends = 1 if spec.tied or service.pp > 1 else 2  # of a pipeline each end has one of embedding and head
+    total = ends * layers.vocab * layers.hidden * 2 / split
+    total += _layers_bytes(layers, service) * _share(spec, service)
+    if service.draft:
+        draft = draft_of(spec, service.draft)
+        own = draft.vocab * draft.hidden * 2 / split if draft.hidden != layers.hidden else 3 * 2 * layers.hidden**2
+        total += _layers_bytes(draft, service) + own
+    return int(total)
+
+
+def _share(spec: ModelSpec, service: Service) -> float:
+    """Return the largest share of the layers that a pipeline stage has."""
+    return -(-spec.layers // service.pp) / spec.layers
+
+
+def _layers_bytes(layers: Layers, service: Service) -> float:
+    split, total = service.tp // service.dp_attention, 0.0
     for layer, count in layers.kinds:
         total += count * (_mixer_elements(layers.hidden, layer, split) * _bits(service, layer) / 8)
         if isinstance(layer.mlp, DenseMLP):
@@ -109,7 +125,7 @@ def weight_bytes(spec: ModelSpec, service: Service) -> int:
             stored = BITS[STORED.get(service.weights, service.weights)]
             total += count * (routed * stored / 8 + shared * _bits(service, layer) / 8)
             total += count * layer.mlp.count * layers.hidden * 2
-    return int(total)
+    return total
 
 
 def _bits(service: Service, layer: Layer) -> float:
@@ -139,9 +155,16 @@ def _mixer_elements(hidden: int, layer: Layer, split: int) -> float:
 
 def cache_bytes(spec: ModelSpec, service: Service, tokens: int) -> int:
     """Return the bytes that one request of `tokens` tokens has in the caches of one GPU."""
+    total = _cache_bytes(layers_of(spec), service, tokens) * _share(spec, service)
+    if service.draft:
+        total += _cache_bytes(draft_of(spec, service.draft), service, tokens)
+    return int(total)
+
+
+def _cache_bytes(layers: Layers, service: Service, tokens: int) -> float:
     split = service.tp // service.dp_attention
     total = 0.0
-    for layer, count in layers_of(spec).kinds:
+    for layer, count in layers.kinds:
         mixer = layer.mixer
         if isinstance(mixer, Attention):
             seen = min(tokens, mixer.window or tokens)
@@ -151,7 +174,7 @@ def cache_bytes(spec: ModelSpec, service: Service, tokens: int) -> int:
             total += count * tokens * mixer.index_dim  # the indexer's keys, in fp8
         elif isinstance(mixer, Recurrence):
             total += count * (4 * mixer.state + 2 * mixer.window) / split
-    return int(total)
+    return total
 
 
 def activation_bytes(spec: ModelSpec, service: Service, gpu: GPU) -> int:

@@ -12,7 +12,7 @@ from ..formulas.time.step import price
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
 from .kernels import engine_kernels
-from .layers import Attention, LatentAttention, layers_of
+from .layers import Attention, LatentAttention, draft_of, layers_of
 from .llamacpp import Buffers, buffers, slot_tokens
 from .load import Latency, latency, prompt_seconds
 from .memory import Memory, divided_memory
@@ -30,7 +30,8 @@ LLAMA_CPP_INTERVALS = (0.85, 1.2), (0.88, 1.16)
 
 @dataclass(frozen=True)
 class ServingReport:
-    """A deployment's memory per GPU, latency and throughput. Bytes, seconds, US dollars; None where it does not fit.
+    """A deployment's memory on its fullest GPU, latency and throughput. Bytes, seconds, US dollars; None where it does
+    not fit.
 
     `latency` has medians and 99th percentiles under the load; `time` the parts of a step that gives each running
     request a token; `usd_per_million_input` and `_output` divide the price of the GPUs by the time that prompts and
@@ -98,7 +99,8 @@ class ServingReport:
             both = f"${self.usd_per_million_input:.3f} in, ${self.usd_per_million_output:.2f} out"
             lines.append(f"{'per million tokens':20}{both:>12}")
         shares = ", ".join(f"{part} {show_seconds(value)}" for part, value in self.time.items() if value >= 5e-6)
-        return "\n".join([*lines, "", f"A step of {self.running:,} requests: {shares}.", *self._noted()])
+        given = f" gives each {service.tokens_per_step:.2f} tokens" if service.draft else ""
+        return "\n".join([*lines, "", f"A step of {self.running:,} requests{given}: {shares}.", *self._noted()])
 
     def _noted(self) -> list[str]:
         return [f"note: {note}" for note in self.notes]
@@ -119,6 +121,11 @@ def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
     if service.rate and times.requests_per_second < 0.95 * service.rate:
         answered = f"{times.requests_per_second:.3g} of {service.rate:.3g} requests per second are answered"
         notes.append(Note("queue-grows", f"{answered}: the queue grows, and the time to the first token with it"))
+    if times.preempted > 0.01:
+        words = f"the cache fills up: requests are preempted and computed again {times.preempted:.2f} times in the mean"
+        notes.append(Note("preemption", f"{words}; {room} of this length fit, so give max_num_seqs={room}"))
+    if busy < service.pp:
+        notes.append(Note("bubbles", f"{busy} requests keep {busy} of the {service.pp} pipeline stages busy"))
     running = max(1, min(room, busy, service.limits(gpu)[0] * service.dp_attention))
     context = service.prompt_len + service.output_len // 2
     time = step_seconds(spec, service, gpu, Step(running, context))
@@ -143,6 +150,11 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     if units and gpu.peak(units) is None:
         words = f'weights="{service.weights}": {gpu.name} has no {units} units'
         raise SpecError(f'{words}; give "bf16", "awq" or "gptq"')
+    if service.pp > spec.layers:
+        raise SpecError(f"pp={service.pp}: {spec.name} has {spec.layers} layers; give at most as many stages")
+    if service.draft and (vocab := draft_of(spec, service.draft).vocab) != spec.vocab:
+        words = f'draft="{service.draft}" has a vocabulary of {vocab}, {spec.name} one of {spec.vocab}'
+        raise SpecError(f"{words}; give a draft with the model's tokenizer")
     split = service.tp // service.dp_attention
     for layer, _ in layers_of(spec).kinds:
         if isinstance(layer.mixer, (Attention, LatentAttention)) and layer.mixer.heads % split:

@@ -24,12 +24,17 @@ HELP = {
     "q4_k_m.",
     "kv": f"What the KV cache is stored in, one of {', '.join(KV)}; with llama.cpp one of {', '.join(CACHE_TYPES)}.",
     "tp": "Tensor parallelism: GPUs that share each layer. Default: all of --gpu.",
+    "pp": "Pipeline stages, each of tp GPUs.",
     "ep": "Expert parallelism: 1, or tp.",
     "dp_attention": "Copies of attention, each with its own requests.",
     "gpu_memory_utilization": "Share of a GPU's memory that the engine takes; llama.cpp takes what it needs.",
     "max_model_len": "Tokens of the longest request. Default: the model's; with llama.cpp those of prompt and answer.",
     "max_num_seqs": "Most requests in a step.",
     "max_num_batched_tokens": "Most tokens in a step.",
+    "prefill_interval": "Steps of decoding between two looks for new requests.",
+    "draft": "Speculative decoding: mtp, eagle3 (or eagle3:CHECKPOINT), or a smaller model's name.",
+    "draft_tokens": "Tokens that the draft proposes in a step.",
+    "acceptance": "Share of proposed tokens that the model accepts.",
     "prompt_len": "Tokens of a prompt.",
     "output_len": "Tokens of an answer.",
     "range_ratio": "Draw both lengths evenly from this share of them to all of them.",
@@ -45,15 +50,20 @@ UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, re
 
 @dataclass(frozen=True)
 class Service:
-    """A deployment of one model on tp GPUs, and the requests that it gets.
+    """A deployment of one model on tp · pp GPUs, and the requests that it gets.
 
     `engine`: "vllm", "sglang", "trtllm" or "llama.cpp". `weights`: what the linear layers are stored in; "mxfp4" and
     "nvfp4" of a mixture of experts are those of its experts; with llama.cpp a GGUF type ("q4_k_m"). `kv`: the cache's
-    dtype. `tp`: degree of tensor parallelism (llama.cpp gives each GPU some of the layers instead);
-    `ep`: GPUs over which the experts are divided, tp or 1; `dp_attention`: copies of attention, each on tp /
-    dp_attention GPUs with requests of its own. `gpu_memory_utilization`: share of a GPU's memory that the engine
-    takes; `max_model_len`: tokens of the longest request (None: the model's); `max_num_seqs`: requests in a step;
-    `max_num_batched_tokens`: tokens in a step (None: what vLLM's server takes on the GPU, see `limits`).
+    dtype. `tp`: degree of tensor parallelism (llama.cpp gives each GPU some of the layers instead); `pp`: pipeline
+    stages, each with a share of the layers; `ep`: GPUs over which the experts are divided, tp or 1; `dp_attention`:
+    copies of attention, each on tp / dp_attention GPUs with requests of its own. `gpu_memory_utilization`: share of a
+    GPU's memory that the engine takes; `max_model_len`: tokens of the longest request (None: the model's);
+    `max_num_seqs`: requests in a step; `max_num_batched_tokens`: tokens in a step (None: what vLLM's server takes on
+    the GPU, see `limits`).
+    `prefill_interval`: steps of decoding between two looks for new requests; TensorRT-LLM: steps that a new one waits.
+    `draft`: where proposed tokens come from, "mtp" (the model's own layer for it), "eagle3" (one more layer, whose
+    checkpoint may follow a colon), or the name of a smaller model; each step proposes `draft_tokens`, of which
+    the model accepts each with the probability `acceptance` if it accepted those before.
     `prompt_len` and `output_len`: tokens of a request; with a `range_ratio` below 1 both are drawn evenly from
     range_ratio · length to length, as load generators do; `prefix_hit`: share of the prompt that the prefix cache
     has. `concurrency`: users, each of whom waits for an answer before the next request; or `rate`: requests per
@@ -65,12 +75,17 @@ class Service:
     weights: str = "bf16"
     kv: str = "bf16"
     tp: int = 1
+    pp: int = 1
     ep: int = 1
     dp_attention: int = 1
     gpu_memory_utilization: float = UTILIZATION
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    prefill_interval: int = 1
+    draft: str | None = None
+    draft_tokens: int = 3
+    acceptance: float | None = None
     prompt_len: int = 1024
     output_len: int = 1024
     range_ratio: float = 1.0
@@ -82,7 +97,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self._check_formats()
-        counts = ("tp", "ep", "dp_attention", "prompt_len", "output_len")
+        counts = ("tp", "pp", "draft_tokens", "ep", "dp_attention", "prefill_interval", "prompt_len", "output_len")
         for name in counts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -108,6 +123,14 @@ class Service:
             raise SpecError(f"ep={self.ep}: the tp={self.tp} GPUs divide the experts, or none does; give 1 or tp")
         if self.tp % self.dp_attention:
             raise SpecError(f"dp_attention={self.dp_attention} does not divide tp={self.tp}")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise SpecError(f"acceptance={self.acceptance!r}: give a share of the proposed tokens, 0 <= share <= 1")
+        if (self.draft is None) != (self.acceptance is None):
+            pair = f"draft={self.draft!r}, acceptance={self.acceptance!r}"
+            raise SpecError(f"{pair}: give both, for example draft='eagle3' and acceptance=0.7, or neither")
+        if self.draft and self.pp > 1:
+            pair = f"draft={self.draft!r} and pp={self.pp}"
+            raise SpecError(f"{pair}: engines do not combine a draft with pipeline stages; give one of them")
 
     def _check_formats(self) -> None:
         if self.engine not in ENGINES:
@@ -119,6 +142,8 @@ class Service:
                 raise unknown_name("cache type", str(self.kv), list(CACHE_TYPES), hint)
             if self.ep > 1 or self.dp_attention > 1:
                 raise SpecError("ep and dp_attention are not options of llama.cpp; leave them at 1")
+            if self.pp > 1 or self.draft or self.prefill_interval > 1:
+                raise SpecError("pp, draft and prefill_interval are not predicted for llama.cpp; leave them out")
             return
         for name, allowed in (("weights", WEIGHTS), ("kv", KV)):
             if getattr(self, name) not in allowed:
@@ -147,6 +172,31 @@ class Service:
         return self.max_num_seqs or requests, self.max_num_batched_tokens or tokens
 
     @property
+    def prompts_first(self) -> bool:
+        """Whether a step either reads prompts or decodes, prompts first: SGLang's scheduler without mixed chunks."""
+        return self.engine == "sglang"
+
+    @property
+    def preempts(self) -> bool:
+        """Whether a request enters with its prompt alone and is preempted if the cache is full later: vLLM, SGLang
+        (which calls it retraction). TensorRT-LLM sets all tokens of a request aside (GUARANTEED_NO_EVICT), and
+        llama.cpp has slots."""
+        return self.engine in ("vllm", "sglang")
+
+    @property
+    def patient(self) -> bool:
+        """Whether each new request waits `prefill_interval` steps: TensorRT-LLM's batch_wait_timeout_iters."""
+        return self.engine == "trtllm"
+
+    @property
     def gpus(self) -> int:
         """GPUs of the deployment."""
-        return self.tp
+        return self.tp * self.pp
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step gives a request: (1 − a^(k+1)) / (1 − a) for k proposed tokens, each accepted with the
+        probability a (Leviathan et al. 2022, arXiv 2211.17192, eq. 1); 1 without a draft."""
+        if self.acceptance is None:
+            return 1.0
+        return sum(self.acceptance**number for number in range(self.draft_tokens + 1))

@@ -18,7 +18,7 @@ from .load import answer_delay, first_token, prefill_seconds, prompt_seconds
 from .memory import Memory, cache_bytes, divided_memory
 from .report import checked
 from .service import Service
-from .step import Step, step_seconds
+from .step import Step, token_seconds
 
 USERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 DEGREES = (1, 2, 4, 8)
@@ -180,7 +180,7 @@ def separated(
 
 
 def _step_of(spec: ModelSpec, service: Service, gpu: GPU, users: int, context: int) -> float:
-    return sum(step_seconds(spec, service, gpu, Step(users, context)).values())
+    return token_seconds(spec, service, gpu, Step(users, context))
 
 
 def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..base.compat import disable_current_modes, tree_unflatten
-from ..recording.events import Event
+from ..recording.parts import Event
 from ..traces.kernels import Kernel
 from .allocator.caching import Allocator
 from .allocator.config import SMALL_SIZE, round_size

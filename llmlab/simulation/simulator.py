@@ -26,6 +26,8 @@ from .capability import capability_of
 if TYPE_CHECKING:
     from os import PathLike
 
+    from torch import Tensor
+
     from .card import Card
     from .profile.operator_log import Operators
     from .profile.timeline import Phases, Timeline
@@ -123,6 +125,19 @@ class Simulator:
         """Let the peaks start again from what is allocated and reserved now."""
         self._card.memory.reset_peak()
         self._card.peaks_before = 0, 0
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` has memory on the simulated card."""
+        return self._card.engine.address(tensor) is not None
+
+    def end_step(self) -> None:
+        """Say that a step of the training loop has ended, so that `growth` can compare two of them."""
+        self._card.history.steps.append(len(self._card.history.entries))
+
+    @property
+    def growth(self) -> dict[str, int]:
+        """Bytes that the last step left behind, by module and line; empty before the second `end_step()`."""
+        return self._card.history.growth()
 
     @contextmanager
     def operators(self) -> Iterator[Operators]:

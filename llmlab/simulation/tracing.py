@@ -18,7 +18,7 @@ import numpy as np
 
 from ..base.errors import NotAvailable
 from ..hardware.gpu import GPU
-from ..recording.parts import Change, changes_of, divided, logits_sizes
+from ..recording.parts import Change, changes_of, collapsed, divided, logits_sizes
 from ..specs.images import images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Training
@@ -28,7 +28,6 @@ from ..traces.polynomials import Monomial, Polynomial, constant, polynomial_thro
 from ..traces.trace import LOADED, Moment, Term, Trace
 from .allocator.config import blocks_of
 from .depth import Depth, depth_of, with_layers
-from .profile.recording import collapsed
 from .report import ROOMY, recorded
 
 IN_FLIGHT = 2  # groups whose weights FSDP has gathered, or whose gradients it has not reduced yet

@@ -177,20 +177,6 @@ def test_a_tool_that_cannot_be_asked_for_a_row_shows_how_many_it_answers(results
     assert re.search(r"^\| nf4 \|.* – \|", peers.to_markdown(results), re.MULTILINE)
 
 
-def test_a_configuration_measured_twice_shows_both_figures():
-    again = [row(200, 400), row(200, 500), row(300, 400, seq_len=1024)]
-    first, second = configurations.body(again)
-    assert first[4:7] == ["400 / 500", "440", "+10.0% / -12.0%"] and second[4] == "400"
-    assert first[1:4] == ["200", "200", "+0.0%"] and first[-1] == "–"
-
-
-def test_the_notes_name_each_row_outside_the_bar_and_how_far_repeats_are_apart():
-    missed, differ, loaded = configurations.notes([row(200, 410), row(200, 500), row(200, 440, seq_len=1024)])
-    assert "within 5% in 1 of 3 rows" in missed and "2 × 512 (+7.3%)" in missed and "2 × 512 (-12.0%)" in missed
-    assert "410 and 500 MiB, 22% apart" in differ
-    assert "Bases in nf4: each model holds the same bytes" in loaded and "1 of 3 rows exact" in loaded
-
-
 def loads(in_order, *drawn: tuple[int, int] | None, load: int = 50) -> loading.Loaded:
     """A step simulated in order and in draws: allocated and reserved in MiB, None for out of memory."""
     others = {"load": load * MiB, "backward": 90 * MiB, "optimizer": 50 * MiB}
@@ -263,18 +249,6 @@ def test_no_one_number_is_nearer_to_figures_that_differ_than_the_least_worst_err
     assert worst(number) >= floor - 1e-9 and worst(best) == pytest.approx(floor)
 
 
-def test_a_model_that_loads_into_different_bytes_shows_them_all_and_how_near_one_number_can_be():
-    rows = [row(200, 440, after_load=size, seq_len=seq) for size, seq in ((100, 512), (110, 1024), (100, 2048))]
-    assert peers.loads(rows) == [["m, nf4", "3", "100.00 / 110.00", "4.76%"]]
-    assert peers.loads(rows[:1]) == []
-
-
-def test_repeats_that_differ_say_what_no_prediction_can_reach():
-    assert peers.floors([row(200, 400), row(200, 500)])[0].endswith("by 11.1% or more of its reserved bytes.")
-    assert "can be exact" in peers.floors([row(200, 400)] * 2)[0]
-    assert peers.floors([row(200, 400), row(200, 500, seq_len=1024)]) == []
-
-
 def test_bases_not_quantized_load_and_reserve_the_same_bytes_every_time(results):
     errors = {name: error for name, _, _, error in peers.loads(results["rows"])}
     assert {error for name, error in errors.items() if name.endswith(", none")} == {"0.00%"}
@@ -328,11 +302,6 @@ def test_a_step_that_ran_out_of_memory_shows_what_was_asked_for_beside_what_is_s
     assert held_out.by_threads(line) == "out of memory in 1 of 2 draws"
     assert "Of the 1 steps that ran out of memory 1 are simulated to" in said
     assert "of those that ran out it says so of 0" in said
-
-
-def test_models_that_load_into_different_bytes_are_told():
-    loaded = configurations.notes([row(200, 440, after_load=100), row(200, 440, after_load=110)])[-1]
-    assert "1 of 1 models are not the same bytes every time they are loaded; m held 110 or 100 MiB" in loaded
 
 
 def test_the_rows_that_miss_the_reserved_bar_are_the_kind_that_the_book_says(results):

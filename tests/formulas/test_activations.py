@@ -55,3 +55,16 @@ def test_gelu_written_out_keeps_three_more_tensors_of_4h():
     run = lab.Training(micro_batch=B, seq_len=S, precision="bf16")
     more = kept(run, megatron_like(activation_function="gelu_new")) - kept(run)
     assert more == 3 * (2 * S * B * 4 * H)
+
+
+def test_leading_dense_layers_are_in_the_mean_of_a_models_blocks():
+    """DeepSeek-V3's first layers have no experts (first_k_dense_replace). A dense MLP of 18,432 channels keeps SiLU's
+    input and output, the other branch and the product of both."""
+    config = {**lab.model("deepseek-ai/DeepSeek-V3").config, "num_hidden_layers": 4}
+    run = lab.Training(seq_len=512, precision="bf16")
+    experts, mixed, dense = (
+        per_device(block_saved(share_of(lab.model({**config, "first_k_dense_replace": count}), run)), run)["mlp"]
+        for count in (0, 1, 4)
+    )
+    assert dense == 4 * 2 * 18432 * 512
+    assert mixed == pytest.approx((3 * experts + dense) / 4, abs=1)

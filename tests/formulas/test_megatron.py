@@ -287,6 +287,14 @@ def test_apexs_softmax_takes_certain_shapes():
     assert (scores(fused, 4), scores(other, 3)) == (2 + 2 + 1, 4 + 2 + 1)  # softmax, what multiplies values, the mask
 
 
+def test_the_last_stage_has_a_mask_at_the_loss():
+    """get_batch gives a causal mask, a byte for each pair of positions, to the first stage and to the last, whose loss
+    runs while the arguments of its forward are alive. A stage exchanges 64 tokens of 64 in half and their gradient."""
+    first, last = (small("transformer_engine=false", stage, pp=2, accumulation=2) for stage in (0, 1))
+    assert at(first, "the loss")["other"] == 0
+    assert at(last, "the loss")["other"] == 2 * (64 * 64 * 2) + 2 * 32**2
+
+
 def test_a_tied_heads_gradient_waits_for_the_embeddings():
     table = 2 * memory(RUN).vocab * RUN.hidden
     runs = [replace(RUN, untied=untied) for untied in (False, True)]

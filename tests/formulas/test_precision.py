@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmlab.formulas.memory.precision import bytes_per_parameter, state_bytes, weight_bytes
+from llmlab.formulas.memory.precision import PRECISION, bytes_per_parameter, state_bytes, weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,11 @@ from llmlab.formulas.memory.precision import bytes_per_parameter, state_bytes, w
 )
 def test_bytes_of_a_trained_parameter(precision, optimizer, expected):
     assert bytes_per_parameter(precision, optimizer) == expected
+
+
+@pytest.mark.parametrize("kind", ["", "autocast-", "mixed-"])
+def test_which_of_the_half_formats_it_is_changes_no_bytes(kind):
+    assert PRECISION[f"{kind}fp16"] == PRECISION[f"{kind}bf16"]
 
 
 def test_nf4_takes_four_bits_and_a_scale_for_64_weights():

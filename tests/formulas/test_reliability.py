@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.archive import figure
 from llmlab.base.errors import SpecError
-from llmlab.formulas.reliability import (
-    best_interval,
-    checkpoint_bytes,
-    goodput,
-    mtbf,
-    save_seconds,
-    time_shares,
-    young,
-)
+from llmlab.formulas.reliability import best_interval, checkpoint_bytes, goodput, mtbf, save_seconds, time_shares, young
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
@@ -151,12 +143,6 @@ def test_shares_of_the_time_are_those_of_a_simulated_job(save, mtbf, restart):
         spent["saves"] += save
     for part, share in shares.items():
         assert spent[part] / sum(spent.values()) == pytest.approx(share, abs=0.006)
-
-
-def test_to_first_order_a_failure_costs_the_best_interval_and_the_restart():
-    save, mtbf, restart = 10, 356_000, 600
-    lost = 1 - goodput(young(save, mtbf), save, mtbf, restart)
-    assert lost == pytest.approx((young(save, mtbf) + restart) / mtbf, rel=0.01)
 
 
 def test_a_job_that_never_saves_in_time_loses_all():

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import llmlab as lab
 from llmlab.archive import figure
 from llmlab.formulas.time.efficiency import efficiency
-from llmlab.formulas.time.roofline import decode_pass, flip_batch, prefill_pass, weights_read
+from llmlab.formulas.time.roofline import Pass, decode_pass, flip_batch, prefill_pass, weights_read
 from llmlab.formulas.time.step import token_seconds
 
 LLAMA, MOE = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen3-30B-A3B"
@@ -22,6 +22,14 @@ def test_the_published_bandwidth_of_decoding_is_the_weights_read_and_a_cache_of_
     assert rate * one.bytes == pytest.approx(figure("gpt-fast-bandwidth").value, rel=1e-3)
     parts = lab.model(LLAMA).parameters_by_component
     assert one.weights == 2 * (lab.model(LLAMA).parameters - parts["embedding"])
+
+
+def test_the_slower_of_flop_and_bytes_decides_for_the_weights_and_then_for_attention() -> None:
+    """Bytes are read while a kernel computes (Williams et al., Roofline, 2009); attention is another kernel."""
+    one = Pass(products=60, scores=4, weights=6, cache=8)
+    assert one.seconds(rate=1, bandwidth=1) == 60 + 8
+    assert one.seconds(rate=20, bandwidth=1) == 6 + 8
+    assert one.seconds(rate=1, bandwidth=4) == 60 + 4
 
 
 @torch.no_grad()

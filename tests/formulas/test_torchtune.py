@@ -53,6 +53,15 @@ def test_chunks_keep_one_cast_of_the_logits_instead_of_three():
     assert whole - chunked == pytest.approx(3 * logits - (logits // 2 + 9 * 502 * 2**20), abs=2**20)
 
 
+@pytest.mark.parametrize(("layers", "inputs"), [(2, 2), (4, 4), (9, 5)])
+def test_offloaded_inputs_of_the_last_five_blocks_are_on_the_card_as_forward_ends(layers, inputs):
+    """training/_activation_offloading.py, max_fwd_stash_size=5: a tensor that is being copied to the host waits."""
+    spec = lab.model({**TIED.config, "num_hidden_layers": layers})
+    moments = training_moments(spec, run(stack="torchtune:enable_activation_offloading=True"), None)
+    (forward,) = (moment for moment in moments if moment.name == "the last block of forward")
+    assert forward.parts["activations"] == inputs * TOKENS * TIED.hidden * 2
+
+
 def test_states_that_are_paged_leave_their_scales():
     paged, narrow = (lab.estimate(TIED, run(stack=f"torchtune:optimizer={name}"), "A100-80GB")
                      for name in ("PagedAdamW8bit", "AdamW8bit"))  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import llmlab as lab
+from llmlab.planning import levers
 from llmlab.planning.levers import cost
 
 MIB, GIB = 2**20, 2**30
@@ -208,3 +209,11 @@ def test_attention_is_fused_by_the_kernel_that_the_gpu_has(model, gpu, attention
     fixed = lab.fix(model, lab.Training(micro_batch=4, seq_len=1024, precision="fp16", attention="eager"), gpu)
     found = [lever.run.attention for lever in fixed.levers if lever.chapter == "10-flash-attention"]
     assert found == [attention]
+
+
+def test_formulas_are_derived_for_families_that_have_none(monkeypatch):
+    traced = []
+    monkeypatch.setattr(levers, "trace_of", lambda spec, run, card: traced.append(spec.family))
+    for name in ("gpt2", "allenai/OLMo-2-0425-1B"):
+        levers.derived(lab.model(name), lab.Training(seq_len=64), lab.gpu("T4"))
+    assert traced == ["olmo2"]

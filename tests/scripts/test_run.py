@@ -264,6 +264,7 @@ def test_a_refusal_that_the_script_caught_is_told(script):
     body = "try: torch.randn(4, device='cuda').nonzero()\nexcept Exception: pass\n"
     found = answer("--gpu", "A100-40GB", script(body + "step()"))
     assert found["outcome"] == "fits" and codes(found) == ["caught-refusal"]
+    assert "(train.py, line 11)" in found["notes"][0]["text"]
     result = run("--gpu", "T4", "--json", script(body))
     assert result.exit_code == 2 and json.loads(result.stdout)["outcome"] == "unknown"  # nothing was trained
 

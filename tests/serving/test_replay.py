@@ -30,7 +30,7 @@ def test_each_request_ends_in_the_pass_in_which_the_scheduler_ends_it(
     while real.waiting or real.running:
         for request in real.step():
             ended[id(request)] = real.steps
-    served = replay([Arrival(*r) for r in requests], lambda _: 1.0, batching, max_batch, chunk)
+    served = replay([Arrival(*r) for r in requests], lambda _: 1.0, batching, max_batch=max_batch, chunk=chunk)
     assert [one.tokens[-1] for one in served] == [ended[id(request)] for request in submitted]
     assert all(len(one.tokens) == one.arrival.new for one in served)
 
@@ -102,3 +102,67 @@ def test_throughput_counts_tokens_from_the_first_arrival_to_the_last_token() -> 
 def test_what_cannot_be_is_refused(call, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         call()
+
+
+LENGTHS = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    LENGTHS, st.integers(32, 60), st.sampled_from([None, 3, 8]), st.booleans(), st.booleans(), st.integers(1, 5),
+    st.booleans(),
+)  # fmt: skip
+def test_a_full_cache_preempts_and_nobody_loses_a_token(lengths, capacity, chunk, first, ahead, interval, patient):
+    requests, seen = [Arrival(*sizes) for sizes in lengths], []
+
+    def seconds(one: Pass) -> float:
+        seen.append(one)
+        return 1.0
+
+    rules = {"prompts_first": first, "ahead": ahead, "interval": interval, "patient": patient, "chunk": chunk}
+    served = replay(requests, seconds, capacity=capacity, preempts=True, **rules)
+    assert all(len(one.tokens) == one.arrival.new and one.tokens == sorted(one.tokens) for one in served)
+    assert all(one.first_token >= 0.999 for one in served)
+    assert all(one.cached + one.tokens - one.decoding <= capacity for one in seen)
+
+
+def test_a_preempted_request_computes_its_prompt_and_answer_again():
+    """Two requests of 10 + 10 tokens in a cache of 30: both fit until each has 15 tokens, after 5 decoding passes."""
+    seen = []
+    requests = [Arrival(0, 10, 10), Arrival(0, 10, 10)]
+    rules = {"capacity": 30, "preempts": True}
+    served = replay(requests, lambda one: seen.append(one) or 1.0, **rules)
+    assert [one.preempted for one in served] == [0, 1]
+    assert [one.tokens[-1] for one in served] == [10, 14]  # after the first one's 10 passes 16 tokens in one
+    assert max(one.tokens for one in seen if not one.cached) == 20 and 16 in [one.tokens for one in seen]
+    reserved = replay(requests, lambda _: 1.0, capacity=30)
+    assert [one.preempted for one in reserved] == [0, 0] and [one.tokens[-1] for one in reserved] == [10, 20]
+
+
+def test_prompts_first_stops_those_that_decode():
+    requests = [Arrival(0, 1, 5), Arrival(0.5, 30, 2)]
+    seen = []
+    apart = replay(requests, lambda one: seen.append(one) or 1.0, chunk=10, prompts_first=True)
+    assert all(one.decoding in (0, one.tokens) for one in seen)
+    assert max(apart[0].gaps) == 4 and max(replay(requests, lambda _: 1.0, chunk=10)[0].gaps) == 1
+
+
+def test_a_step_decided_while_another_runs_has_nobody_who_came_since():
+    for prompt in (1, 9):  # the other one comes while a token, or a prompt, is computed
+        requests = [Arrival(0, prompt, 10), Arrival(0.5, 9, 1)]
+        first = {ahead: replay(requests, lambda _: 1.0, ahead=ahead)[1].tokens[0] for ahead in (False, True)}
+        assert first == {False: 2, True: 3}
+
+
+def test_new_requests_wait_for_the_scheduler_to_look():
+    requests = [Arrival(0, 1, 20), Arrival(2.5, 1, 1), Arrival(6.5, 1, 1)]
+    looks = replay(requests, lambda _: 1.0, interval=4)
+    assert [one.tokens[0] for one in looks] == [1, 5, 9]  # looks before passes 1, 5, 9
+    patient = replay(requests, lambda _: 1.0, interval=4, patient=True)
+    assert [one.tokens[0] for one in patient] == [1, 7, 11]  # three passes more than without
+    assert [one.tokens[0] for one in replay(requests, lambda _: 1.0)] == [1, 4, 8]
+
+
+def test_prompts_are_tokenized_one_after_another():
+    served = replay([Arrival(0, 10, 1)] * 3, lambda _: 1.0, tokenizing=0.5, delay=2.0)
+    assert [one.ready for one in served] == [7, 12, 17]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
-from llmlab.serving.load import arrivals_of, goodput, latency, prefill_seconds, prompt_seconds
+from llmlab.serving.launch import launch_line
+from llmlab.serving.load import arrivals_of, first_token, goodput, latency, prefill_seconds, prompt_seconds
 from llmlab.serving.memory import divided_memory
 from llmlab.serving.replay import Arrival, replay
 from llmlab.serving.sizing import deployments, frontier, least_utilization, longest_context, separated
@@ -79,6 +80,15 @@ def test_users_who_wait_are_always_served():
     found = latency(LLAMA, service, H100, memory)
     waited = (found.ttft + found.tpot * 127) * found.requests_per_second
     assert waited == pytest.approx(16, rel=0.25)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_the_median_without_a_replay_is_that_of_a_replay(engine):
+    for users, prompt in ((4, 8000), (32, 1000), (64, 4000)):
+        lengths = {"prompt_len": prompt, "output_len": 1000, "range_ratio": 0.8}
+        service = lab.Service(engine, concurrency=users, prefill_interval=4, **lengths)
+        found = latency(LLAMA, service, H100, divided_memory(LLAMA, service, H100)).ttft
+        assert first_token(LLAMA, service, H100) == pytest.approx(found, rel=0.3)
 
 
 def test_requests_come_at_the_rate():
@@ -178,6 +188,17 @@ def test_the_cheapest_deployment_meets_the_service_level():
         ({"max_model_len": 200_000}, "has 131072 positions"),
         ({"tp": 3}, "tp=3 does not divide the 32 heads"),
         ({"weights": "nvfp4"}, "H100-80GB has no fp4 units"),
+        ({"pp": 0}, "pp=0: give a whole number"),
+        ({"pp": 40}, "has 32 layers"),
+        ({"draft": "eagle3"}, "give both"),
+        ({"acceptance": 0.5}, "give both"),
+        ({"draft": "eagle3", "acceptance": 1.5}, "acceptance=1.5"),
+        ({"draft": "eagle3", "acceptance": 0.5, "draft_tokens": 0}, "draft_tokens=0"),
+        ({"draft": "eagle3", "acceptance": 0.5, "pp": 2}, "do not combine"),
+        ({"draft": "mtp", "acceptance": 0.5}, "has no layer for it"),
+        ({"draft": "gpt2", "acceptance": 0.5}, "a vocabulary of 50257"),
+        ({"prefill_interval": 0}, "prefill_interval=0"),
+        ({"engine": "llama.cpp", "weights": "q4_k_m", "pp": 2}, "not predicted for llama.cpp"),
     ],
 )
 def test_what_cannot_be_served_is_refused(fields, message):
@@ -194,6 +215,10 @@ def test_heads_on_more_gpus_than_there_are_are_copied():
     ("options", "code", "words"),
     [
         (["--gpu", "2xH100", "--concurrency", "8"], 0, "2 × H100-80GB"),
+        (["--gpu", "4xH100", "--pp", "2"], 0, "on 4 × H100-80GB"),
+        (["--gpu", "3xH100", "--pp", "2"], 2, "--pp 2 does not divide the 3 GPUs"),
+        (["--gpu", "H100", "--draft", "eagle3", "--acceptance", "0.7"], 0, "gives each 2.53 tokens"),
+        (["--gpu", "H100", "--draft", "nobody/nothing", "--acceptance", "0.7"], 2, "nobody/nothing"),
         (["--gpu", "T4"], 1, "Out of memory"),
         (["--gpu", "H100", "--frontier"], 0, "tokens/s per user"),
         (["--gpu", "H100", "--users", "10"], 0, "Each of 10 users can have"),
@@ -225,3 +250,105 @@ def test_the_limits_of_a_step_are_those_of_the_engine_unless_given():
     assert lab.Service().limits(H100) == (1024, 8192)
     assert lab.Service().limits(lab.gpu("A100-80GB")) == lab.Service().limits(lab.gpu("T4")) == (256, 2048)
     assert replace(lab.Service(), max_num_seqs=7, max_num_batched_tokens=99).limits(H100) == (7, 99)
+
+
+DRAFTED = lab.Service(draft="eagle3", acceptance=0.7, draft_tokens=4, concurrency=1)
+LLAMA_1B = "meta-llama/Llama-3.2-1B"
+
+
+@settings(deadline=None)
+@given(st.floats(0, 0.99), st.integers(1, 12))
+def test_tokens_per_step_are_leviathans(acceptance, proposed):
+    """arXiv 2211.17192, eq. 1."""
+    service = replace(DRAFTED, acceptance=acceptance, draft_tokens=proposed)
+    assert service.tokens_per_step == pytest.approx((1 - acceptance ** (proposed + 1)) / (1 - acceptance))
+    assert replace(service, acceptance=1.0).tokens_per_step == proposed + 1
+
+
+def test_sglang_without_a_draft_is_as_fast_as_published():
+    """docs.sglang.io, speculative decoding: Llama-3.1-8B on one H100, MT-Bench: 158 tokens/s; predicted are 133."""
+    report = lab.serve(LLAMA, lab.Service("sglang", concurrency=1, prompt_len=200, output_len=500), "H100")
+    assert report.tokens_per_second_per_user == pytest.approx(158, rel=0.2)
+
+
+def test_a_draft_pays_for_few_users_and_not_for_many():
+    def speedup(users):
+        with_draft = replace(DRAFTED, concurrency=users, prompt_len=256, output_len=256)
+        without = replace(with_draft, draft=None, acceptance=None)
+        times = [lab.serve(LLAMA, service, "H100").latency.tpot for service in (without, with_draft)]
+        return times[0] / times[1]
+
+    assert 1.8 < speedup(1) < DRAFTED.tokens_per_step
+    assert speedup(512) < 0.8 * speedup(1)
+
+
+def test_a_step_with_a_draft_computes_its_tokens_whatever_is_accepted():
+    step, hopeless = Step(8, 1000), replace(DRAFTED, acceptance=0.0)
+    plain = replace(DRAFTED, draft=None, acceptance=None)
+    seconds = {name: sum(step_seconds(LLAMA, service, H100, step).values())
+               for name, service in (("drafted", DRAFTED), ("hopeless", hopeless), ("plain", plain))}  # fmt: skip
+    assert seconds["drafted"] == seconds["hopeless"] > 1.1 * seconds["plain"]
+    other = replace(DRAFTED, draft=LLAMA_1B)
+    read = 4 * 2 * model(LLAMA_1B).parameters / H100.bandwidth  # four times its weights
+    assert read < step_seconds(LLAMA, other, H100, step)["draft"] < 2.5 * read
+
+
+def test_a_draft_takes_memory_for_its_weights_and_cache():
+    plain, draft = lab.Service(), model(LLAMA_1B)
+    with_draft = replace(plain, draft=LLAMA_1B, acceptance=0.7)
+    one, two = divided_memory(LLAMA, plain, H100), divided_memory(LLAMA, with_draft, H100)
+    assert two.weights - one.weights == pytest.approx(2 * draft.parameters, rel=0.01)
+    assert two.per_token - one.per_token == 4 * draft.layers * draft.kv_heads * draft.head_dim
+    deepseek = model("deepseek-ai/DeepSeek-V3")
+    mtp = lab.Service(weights="fp8", tp=8, draft="mtp", acceptance=0.85)
+    without = replace(mtp, draft=None, acceptance=None)
+    added = divided_memory(deepseek, mtp, H100).weights - divided_memory(deepseek, without, H100).weights
+    assert 8 * added == pytest.approx(11.5e9 + 8 * 3 * 2 * 7168**2, rel=0.1)  # 11.5B parameters of the layer: README
+
+
+def test_a_pipeline_divides_memory_and_is_idle_with_one_user():
+    spec, whole = model("meta-llama/Llama-3.1-70B"), lab.Service(tp=4, concurrency=1)
+    staged = replace(whole, tp=2, pp=2)
+    one, half = divided_memory(spec, replace(whole, tp=2), H100), divided_memory(spec, staged, H100)
+    assert half.per_token * 2 == one.per_token
+    assert half.weights == pytest.approx(one.weights / 2, rel=0.02)
+    step = Step(1, 1000)
+    alone, piped = (sum(step_seconds(spec, service, H100, step).values()) for service in (replace(whole, tp=2), staged))
+    assert alone < piped < 1.02 * alone  # a token passes the stages one after the other
+    many = {pp: sum(step_seconds(spec, replace(staged, pp=pp), H100, Step(128, 1000)).values()) for pp in (1, 2)}
+    assert 1.1 < many[1] / many[2] < 2  # half of the requests in each stage
+    notes = [note.code for note in lab.serve(spec, staged, "H100").notes]
+    assert "bubbles" in notes
+    assert "bubbles" not in [note.code for note in lab.serve(spec, replace(staged, concurrency=8), "H100").notes]
+
+
+def test_a_prompt_is_read_by_one_copy_of_attention():
+    spec = model("Qwen/Qwen3-235B-A22B")
+    together, copies = (lab.Service(tp=8, ep=8, dp_attention=copies, prompt_len=8000) for copies in (1, 8))
+    assert prompt_seconds(spec, copies, H100) > 1.5 * prompt_seconds(spec, together, H100)
+
+
+def test_users_beyond_the_cache_are_preempted_by_vllm_and_wait_for_tensorrt_llm():
+    service = lab.Service(concurrency=300, prompt_len=2000, output_len=2000, gpu_memory_utilization=0.6)
+    vllm, trtllm = (lab.serve(LLAMA, replace(service, engine=engine), "H100") for engine in ("vllm", "trtllm"))
+    assert vllm.memory.requests < 300
+    assert vllm.latency.preempted > 0 == trtllm.latency.preempted
+    assert "preemption" in [note.code for note in vllm.notes]
+    calm = lab.serve(LLAMA, replace(service, max_num_seqs=vllm.memory.requests), "H100")
+    assert calm.latency.preempted == 0
+
+
+LAUNCHED = {
+    "vllm": ("--pipeline-parallel-size 2", '"method": "eagle3", "model": "a/b", "num_speculative_tokens": 4'),
+    "sglang": ("--pp-size 2", "--speculative-algorithm EAGLE3 --speculative-draft-model-path a/b"),
+    "trtllm": ("--pp_size 2", '"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": "a/b"'),
+}
+
+
+@pytest.mark.parametrize("engine", LAUNCHED)
+def test_launch_lines_have_stages_and_drafts(engine):
+    stages, draft = LAUNCHED[engine]
+    assert stages in launch_line("m", lab.Service(engine, pp=2))
+    assert draft in launch_line("m", replace(DRAFTED, engine=engine, draft="eagle3:a/b"))
+    with pytest.raises(SpecError, match="names no checkpoint"):
+        launch_line("m", replace(DRAFTED, engine=engine))

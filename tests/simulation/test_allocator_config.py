@@ -4,7 +4,7 @@ import pytest
 
 from llmlab.base.errors import SpecError
 from llmlab.base.units import MiB
-from llmlab.simulation.allocator.config import AllocatorConfig
+from llmlab.simulation.allocator.config import AllocatorConfig, round_size
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,10 @@ def test_divisions_by_size_fill_the_intervals_below_the_first_and_above_the_last
     assert config.expandable_segments
     only_small = AllocatorConfig.parse("roundup_power2_divisions:[8:4]")
     assert only_small.roundup_power2_divisions == (4,) * 4 + (0,) * 12
+    from_2_mib = AllocatorConfig.parse("roundup_power2_divisions:[1:2,>:4]")  # the first interval ends at 2 MiB
+    assert from_2_mib.roundup_power2_divisions == (2,) + (4,) * 15
+    sizes = (1.2 * MiB, 2.1 * MiB, 40.1 * MiB)
+    assert [round_size(int(size), from_2_mib) / MiB for size in sizes] == [1.5, 2.5, 48]
 
 
 @pytest.mark.parametrize(

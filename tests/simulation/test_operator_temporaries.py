@@ -20,14 +20,12 @@ import llmlab as lab
 from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulation.simulator import simulator
 from llmlab.simulation.workspaces.cub import sort_scratch
-from llmlab.simulation.workspaces.reductions import SUM, _ordered, buffers
+from llmlab.simulation.workspaces.reductions import _ordered
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
 
 CARD = find_gpu("A100-40GB")
-A100, T4 = (108, 2048), (40, 1024)  # multiprocessors, threads each of them holds
-MiB = 2**20
 
 
 @pytest.fixture
@@ -57,11 +55,6 @@ def block(size: int) -> int:
     return ceil(size / 512) * 512
 
 
-def of_sum(shape: tuple[int, ...], dims: tuple[int, ...], item: int = 4, slots: tuple[int, int] = A100) -> list[int]:
-    strides = [prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
-    return buffers(list(shape), strides, [dim in dims for dim in range(len(shape))], item, item, SUM, slots)
-
-
 # ---- reductions
 
 
@@ -82,42 +75,12 @@ def test_dimensions_are_coalesced_into_the_same_reduction(shape, data):
     assert last == (prod(shape) - 1) * 4
 
 
-def test_a_linears_backward_holds_the_parts_of_its_biases_gradient(card):
-    M, N = 8192, 3072
-    layer = nn.Linear(64, N).cuda()
-    layer(made(8, 64))  # cuBLASLt's workspace
-    x, grad = made(M, 64), made(M, N)
-    with_bias = peak(lambda: torch.autograd.grad(layer(x), list(layer.parameters()), grad))
-    parts = of_sum((M, N), (0,))
-    weight = layer.weight.numel() * 4
-    assert with_bias == 4 * M * N + weight + N * 4 + parts[0] + block(parts[1])
-
-
-def test_a_sum_of_a_mask_is_of_a_copy_in_int64_and_half_sums_in_fp32_are_not(card):
-    """ReduceOpsUtils.h, make_reduction: integers are cast up first; half to fp32 is read by the kernel."""
-    mask = made(1024, 1024, dtype=torch.bool)
-    parts = of_sum((1024 * 1024,), (0,), item=8)
-    assert peak(lambda: mask.sum()) == 512 + 8 * 1024 * 1024 + sum(map(block, parts))
-    half = made(1024, 1024, dtype=torch.bfloat16)
-    assert peak(lambda: half.sum(dtype=torch.float32)) < 16 * 1024
-
-
 def test_values_are_followed_through_reductions(card):
     mask = torch.ones(4, 8, dtype=torch.bool, device="cuda")
     assert bool(mask.all()) and mask.sum().item() == 32 and torch.arange(5, device="cuda").max().item() == 4
 
 
 # ---- products
-
-
-def test_an_expanded_gradient_is_copied_for_each_product(card):
-    """cuda/Blas.cpp, prepare_matrix_for_cublas: strides (0, 0) are none of cuBLAS."""
-    x, y = made(1024, 1024, grad=True), made(1024, 1024, grad=True)
-    size = 4 * MiB
-    grad = made(1).expand(1024, 1024)
-    assert peak(lambda: torch.autograd.grad(x @ y, (x, y), grad)) == size + 2 * size + size
-    dense = made(1024, 1024)
-    assert peak(lambda: torch.autograd.grad(x @ y, (x, y), dense)) == size + 2 * size
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -131,18 +94,6 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(card, contig
 
 
 # ---- sorts, indices, draws
-
-
-def test_added_indices_are_sorted(card):
-    """cuda/Indexing.cu, index_put_with_sort_kernel: linear, sorted, original indices and their range, each int64, and
-    the sort's scratch: by the 8 bits of an index below 256 in one pass, without a second set of keys and values."""
-    n = 1 << 16
-    for rows, scratch in ((1000, sort_scratch(n, 8, 8, CARD, 10)), (256, sort_scratch(n, 8, 8, CARD, 8))):
-        table, ids = made(rows, 256, grad=True), torch.zeros(n, dtype=torch.int64, device="cuda")
-        taken, grad = table[ids], made(n, 256)
-        found = peak(lambda taken=taken, table=table, grad=grad: torch.autograd.grad(taken, table, grad))
-        assert found == table.numel() * 4 + 4 * 8 * n + block(scratch)
-        assert (scratch > 16 * n) == (rows > 256)
 
 
 def test_deterministic_writes_are_sorted_too(card):
@@ -175,25 +126,6 @@ def test_indices_that_lie_differently_are_written_out(card):
 # ---- between host and card
 
 
-def test_what_goes_to_the_host_is_made_contiguous_on_the_card(card):
-    """cuda/Copy.cu, copy_kernel_cuda; a transposed tensor is dense, and needs no copy."""
-    x = made(1024, 1024)
-    size = 4 * 512 * 1024
-    assert peak(lambda: x[:, :512].cpu()) == size and peak(lambda: x.t().cpu()) == peak(lambda: x[:512].cpu()) == 0
-    assert peak(lambda: x[:512].to("cpu", torch.bfloat16)) == 0  # cast on the host
-    assert peak(lambda: x[:512].to("cpu", torch.bfloat16, non_blocking=True)) == size // 2  # on the card
-
-
-def test_what_comes_to_the_card_is_cast_on_the_host_unless_nobody_waits(card):
-    """cuda/Copy.cu, copy_kernel_cuda: conversion_device."""
-    weight = nn.Parameter(torch.empty(1024, 1024)).detach()
-    assert peak(lambda: weight.to("cuda", torch.bfloat16)) == 2 * MiB
-    assert peak(lambda: weight.to("cuda", torch.bfloat16, non_blocking=True)) == 2 * MiB + 4 * MiB
-    assert peak(lambda: weight.to("cuda", non_blocking=True)) == 4 * MiB
-    held = made(1024, 1024)
-    assert peak(lambda: held.t().copy_(weight)) == 4 * MiB and peak(lambda: held.copy_(weight)) == 0
-
-
 def test_an_embeddings_indices_are_sorted_before_its_gradient_is_made(card):
     """cuda/Embedding.cu, embedding_dense_backward_cuda: sorted, where each was, a range and the scratch of all 64 bits;
     the last two are gone when the gradient comes."""
@@ -218,14 +150,6 @@ def test_the_cpu_composes_safe_softmax_of_the_same_parts():
     with lab.meter("cpu") as meter:
         torch.ops.aten._safe_softmax(x, -1)
     assert 5 * n + 64 <= meter.peak_allocated <= 5 * n + 64 + 64
-
-
-def test_the_logarithm_of_a_sigmoid_keeps_no_buffer(card):
-    """cuda/ActivationLogSigmoidKernel.cu, log_sigmoid_forward_cuda; the CPU's keeps one as large as the input."""
-    x = made(1024, 1024, grad=True)
-    assert peak(lambda: F.logsigmoid(x)) == 4 * MiB
-    y = F.logsigmoid(x)
-    assert peak(lambda: torch.autograd.grad(y, x, made(1024, 1024))) == 8 * MiB
 
 
 # ---- norms, libraries

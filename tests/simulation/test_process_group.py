@@ -305,6 +305,14 @@ def test_ddp_moves_its_inputs_and_batch_norms_are_synchronized():
         assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
 
 
+def test_a_synchronized_batch_norm_may_have_no_weight():
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        x = torch.randn(2, 8, 4, 4, device="cuda", requires_grad=True)
+        nn.SyncBatchNorm(8, affine=False).cuda()(x).sum().backward()
+        assert x.grad.shape == x.shape
+
+
 def test_spawned_ranks_are_this_process():
     ranks = []
 

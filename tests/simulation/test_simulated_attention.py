@@ -168,6 +168,15 @@ def test_flash_attn_keeps_a_log_sum_exp_a_row_and_backward_sums_dq_in_fp32():
         assert [each.shape for each in made] == [q.shape, k.shape, v.shape]
 
 
+def test_flash_attn_pads_heads_to_multiples_of_8_columns():
+    """flash_attn_interface.py, FlashAttnFunc.forward: F.pad of queries, keys and values, and its result is cut."""
+    with lab.simulator("A100-40GB") as card:
+        q = torch.randn(B, T, H, 60, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        held = card.allocated
+        out = flash_attn_func()(q, q, q, causal=True)
+        assert out.shape == q.shape and card.allocated - held == 4 * (2 * B * T * H * 64) + 4 * B * H * T + 512
+
+
 @pytest.mark.parametrize(("mode", "asked", "parts"), [("error", True, 7), ("error", False, 1), ("default", True, 7)])
 def test_deterministic_flash_attn_sums_dq_in_parts_whatever_torch_is_asked(mode, asked, parts):
     """flash_api.cpp, mha_bwd: nsplits = ceil(108 multiprocessors / 16 heads of the batch)."""

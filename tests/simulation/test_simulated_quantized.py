@@ -115,30 +115,6 @@ def test_up_to_how_many_rows_a_card_multiplies_packed_weights(gpu, shape, dtype,
     assert not multiplies_packed(card, dtype, most, (shape[0], shape[1] + 32), 64)  # rows of whole blocks only
 
 
-@pytest.mark.parametrize(
-    ("quantize", "scales", "packed"),
-    [
-        (lambda f, w: f.quantize_4bit(w, quant_type="nf4"), 4 * 1024 * 1000 // 64, 1024 * 1000 // 2),
-        (lambda f, w: f.quantize_blockwise(w), 4 * ceil(1024 * 1000 / 4096), 1024 * 1000),
-        (lambda f, w: f.int8_vectorwise_quant(w), 4 * 1024, 1024 * 1000),
-        (lambda f, w: f.int8_vectorwise_quant(w, threshold=6.0), 4 * 1024, 1024 * 1000),
-    ],
-    ids=["nf4", "8 bit", "int8", "int8 with outliers"],
-)
-def test_scales_are_allocated_before_the_values_they_scale(quantize, scales, packed):
-    """bitsandbytes/backends/cuda/ops.py: absmax, row_stats, and then out; they are returned the other way round."""
-    import bitsandbytes.functional as functional
-
-    with simulator(CARD) as sim:
-        weight = torch.empty(1024, 1000, dtype=torch.float16, device="cuda")
-        events = sim._card.engine.events
-        before = len(events)
-        quantize(functional, weight)
-        taken = [event.size for event in events[before:] if event.size > 0]
-    first = 1 if taken[0] == 1024 else 0  # the map of 8-bit values
-    assert taken[first : first + 2] == [block(scales), block(packed)]
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> str:
     import transformers
@@ -235,40 +211,14 @@ def test_a_cache_holds_keys_and_values_and_grows_by_copies(weights):
     assert report.outcome == "fits" and report.peak_reserved >= report.peak_allocated
 
 
-COMBINATIONS = [
-    {"precision": "autocast-fp16", "checkpointing": "selective"},
-    {"precision": "mixed-bf16", "optimizer": "adamw-8bit", "accumulation": 2},
-    {"precision": "bf16", "quantization": "int8", "lora": ADAPTED, "checkpointing": "full", "attention": "eager"},
-    {"precision": "bf16", "quantization": "nf4", "lora": ADAPTED, "optimizer": "adamw-8bit", "accumulation": 2},
-    {"precision": "fp16", "quantization": "int8", "lora": ADAPTED, "checkpointing": "selective"},
-]
-
-
-@pytest.mark.parametrize("changes", COMBINATIONS, ids=lambda changes: "-".join(map(str, changes.values()))[:60])
-def test_combinations_simulate(changes):
-    report = lab.simulate(LLAMA, lab.Training(micro_batch=2, seq_len=128, **changes), CARD)
-    assert report.outcome == "fits" and sum(report.parts.values()) == report.peak_allocated <= report.peak_reserved
-
-
 def test_kernels_compiled_for_a_gpu_are_refused_by_name():
     run = lab.Training(seq_len=64, precision="bf16", kernels="liger")
     with pytest.raises(lab.NotAvailable, match="kernels='liger' cannot be simulated"):
         lab.simulate(LLAMA, run, CARD)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"precision": "bf16", "quantization": "nf4", "lora": ADAPTED},
-        {"precision": "bf16", "quantization": "int8", "lora": ADAPTED},
-        {"precision": "mixed-bf16", "accumulation": 2},
-        {"precision": "autocast-bf16", "checkpointing": "selective"},
-        {"optimizer": "adafactor"},
-        {"optimizer": "lion"},
-    ],
-    ids=str,
-)
-def test_the_simulated_cpu_is_the_measured_one(changes):
-    run = lab.Training(micro_batch=2, seq_len=128, **changes)
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_the_simulated_cpu_is_the_measured_one(quantization):
+    run = lab.Training(micro_batch=2, seq_len=128, precision="bf16", quantization=quantization, lora=ADAPTED)
     measured = lab.measure(LLAMA, run, "cpu", repeats=1)
     assert lab.simulate(LLAMA, run, "cpu").peak_allocated == pytest.approx(measured.peak_allocated, rel=0.001)

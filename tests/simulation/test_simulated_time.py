@@ -252,34 +252,34 @@ SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
          "vocab_size": 512, "max_position_embeddings": 512}  # fmt: skip
 
 
-@pytest.mark.parametrize("checkpointing", [None, "full"])
+RECOMPUTED = {"llama", "autocast", "adapters", "nf4", "int8", "gpt2", "experts"}
+BLOCKS = {
+    "llama": (LLAMA, BF16),
+    "scores": (LLAMA, {**BF16, "attention": "eager"}),
+    "fp32": (LLAMA, {"precision": "fp32"}),
+    "autocast": (LLAMA, AUTOCAST),
+    "adapters": (LLAMA, {**BF16, "lora": WIDE}),
+    "half-adapters": (LLAMA, {**BF16, "lora": HALF}),
+    "fused-norm": (LLAMA, {**BF16, "kernels": "fused-norm"}),
+    "autocast-adapters-scores": (LLAMA, {**AUTOCAST, "lora": WIDE, "attention": "eager"}),
+    "nf4": (LLAMA, {**BF16, "lora": WIDE, "quantization": "nf4"}),
+    "int8": (LLAMA, {**BF16, "lora": WIDE, "quantization": "int8"}),
+    "gpt2": (GPT2, BF16),
+    "gpt2-scores": (GPT2, {**BF16, "attention": "eager"}),
+    "gpt2-autocast": (GPT2, AUTOCAST),
+    "undropped": (UNDROPPED, BF16),
+    "undropped-autocast-scores": (UNDROPPED, {**AUTOCAST, "attention": "eager"}),
+    "qk-norm": ({**SMALL, "model_type": "qwen3"}, BF16),
+    "fused-qkv": ({**SMALL, "model_type": "phi3", "pad_token_id": 0}, BF16),
+    "experts": ({**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, BF16),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("config", "fields"),
-    (
-        (LLAMA, BF16),
-        (LLAMA, {**BF16, "attention": "eager"}),
-        (LLAMA, {"precision": "fp32"}),
-        (LLAMA, AUTOCAST),
-        (LLAMA, {**BF16, "lora": WIDE}),
-        (LLAMA, {**BF16, "lora": HALF}),
-        (LLAMA, {**BF16, "kernels": "fused-norm"}),
-        (LLAMA, {**AUTOCAST, "lora": WIDE, "attention": "eager"}),
-        (LLAMA, {**BF16, "lora": WIDE, "quantization": "nf4"}),
-        (LLAMA, {**BF16, "lora": WIDE, "quantization": "int8"}),
-        (GPT2, BF16),
-        (GPT2, {**BF16, "attention": "eager"}),
-        (GPT2, AUTOCAST),
-        (UNDROPPED, BF16),
-        (UNDROPPED, {**AUTOCAST, "attention": "eager"}),
-        ({**SMALL, "model_type": "qwen3"}, BF16),
-        ({**SMALL, "model_type": "phi3", "pad_token_id": 0}, BF16),
-        ({**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, BF16),
-    ),
-    ids=("llama", "scores", "fp32", "autocast", "adapters", "half-adapters", "fused-norm", "autocast-adapters-scores",
-         "nf4", "int8", "gpt2", "gpt2-scores", "gpt2-autocast", "undropped", "undropped-autocast-scores", "qk-norm",
-         "fused-qkv", "experts"),
-)  # fmt: skip
-def test_the_formula_moves_the_bytes_that_the_operators_do(config, fields, checkpointing):
+    ("name", "checkpointing"), [*((name, None) for name in BLOCKS), *((name, "full") for name in sorted(RECOMPUTED))]
+)
+def test_the_formula_moves_the_bytes_that_the_operators_do(name, checkpointing):
+    config, fields = BLOCKS[name]
     run = Training(micro_batch=2, seq_len=256, checkpointing=checkpointing, **fields)
     layers = "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
 

@@ -24,12 +24,7 @@ from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.devices import GPU_DEVICE, HOST
 from llmlab.simulation.engine.engine import Engine
 from llmlab.simulation.values.known import know
-from llmlab.simulation.workspaces.cub import (
-    scan_scratch,
-    select_scratch,
-    sort_scratch,
-    sum_by_key_scratch,
-)
+from llmlab.simulation.workspaces.cub import scan_scratch, select_scratch, sort_scratch, sum_by_key_scratch
 from llmlab.simulation.workspaces.registry import (
     CPU_WORKSPACES,
     OUTPUTS,
@@ -235,6 +230,7 @@ LOSS = [
 
 COPIES = [
     Row(aten._to_copy, (t(M, 2 * N)[:, :N],), [X], named={"device": HOST}),
+    Row(aten._to_copy, (transposed,), [], named={"device": HOST}),  # dense, which is enough
     Row(aten._to_copy, (x,), [HALF], named={"device": HOST, "dtype": f16, "non_blocking": True}),
     Row(aten._to_copy, (x,), [], named={"device": HOST, "dtype": f16}),  # cast on the host
     Row(aten._to_copy, (host(M, N),), [HALF, X], named={"device": GPU_DEVICE, "dtype": f16, "non_blocking": True}),

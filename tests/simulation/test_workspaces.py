@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import llmlab as lab
 from llmlab.formulas.inference import kv_cache_bytes
 from llmlab.simulation.simulator import simulator
-from llmlab.simulation.workspaces.cub import sort_scratch
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
@@ -70,35 +69,6 @@ def test_softmax_backward_multiplies_into_a_full_temporary_and_log_softmax_does_
         assert held_and_peak(lambda x=x, y=y, grad=grad: torch.autograd.grad(y, x, grad))[1] == FULL + temporary
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_dropout_keeps_a_byte_an_element(card, dtype):
-    """native/Dropout.cpp, cuda/Dropout.cu, dropout_cuda: ret, and a mask of bool; backward makes the gradient only."""
-    x, size = on_card(M, N, dtype=dtype), M * N * dtype.itemsize
-    held, peak, y = held_and_peak(lambda: F.dropout(x, 0.1))
-    assert (held, peak) == (size + M * N,) * 2
-    assert held_and_peak(lambda: F.dropout(x, 0.1, training=False))[:2] == (0, 0)
-    grad = on_card(M, N, dtype=dtype, grad=False)
-    assert held_and_peak(lambda: torch.autograd.grad(y, x, grad))[1] == size
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_norms_save_a_number_in_fp32_a_row(card, dtype):
-    """cuda/layer_norm_kernel.cu: mean and rstd of layer_norm, rstd of rms_norm, in the accumulation dtype."""
-    rows = 1024
-    size, statistic = rows * N * dtype.itemsize, 4 * rows
-    x, weight, bias = on_card(rows, N, dtype=dtype), on_card(N, dtype=dtype), on_card(N, dtype=dtype)
-    grad = on_card(rows, N, dtype=dtype, grad=False)
-    for function, statistics, inputs in (
-        (lambda: F.layer_norm(x, (N,), weight, bias), 2 * statistic, (x, weight, bias)),
-        (lambda: F.rms_norm(x, (N,), weight), statistic, (x, weight)),
-    ):
-        held, peak, y = held_and_peak(function)
-        assert (held, peak) == (size + statistics,) * 2
-        gradients = size + (len(inputs) - 1) * block(N * dtype.itemsize)
-        held, peak, _ = held_and_peak(lambda y=y, inputs=inputs: torch.autograd.grad(y, inputs, grad))
-        assert peak == gradients
-
-
 def test_rms_norm_of_two_dtypes_is_not_fused(card):
     """native/layer_norm.cpp, rms_norm_symint: only where weight and input have one dtype."""
     x, weight = on_card(M, N, dtype=torch.bfloat16), on_card(N)
@@ -113,29 +83,6 @@ def test_cross_entropy_keeps_log_probabilities_and_backward_makes_two_more(card)
     assert (held, peak) == (FULL + 2 * 512,) * 2
     held, peak, _ = held_and_peak(lambda: torch.autograd.grad(loss, logits, torch.ones_like(loss)))
     assert peak == 512 + 2 * FULL - 512  # loss's gradient; total_weight is released before log_softmax's
-
-
-@pytest.mark.parametrize("width", [8, 64])
-def test_embedding_backward_sorts_above_3072_indices(card, width):
-    """cuda/Embedding.cu: up to 3072 indices one kernel; above, sorted indices and their origins, beside them first a
-    range and the sort's scratch, which are the most for short rows, then the sums of EmbeddingBackwardKernel.cu:
-    segments' offsets and two counts, partials' counts and offsets, partial rows in fp32."""
-    vocab = 100
-    weight = on_card(vocab, width)
-    table = block(4 * vocab * width)
-
-    def peak(n: int) -> int:
-        ids = torch.zeros(n, dtype=torch.int64, device="cuda")
-        y, grad = F.embedding(ids, weight), on_card(n, width, grad=False)
-        return held_and_peak(lambda: torch.autograd.grad(y, weight, grad))[1]
-
-    assert peak(3072) == table
-    n = 3073
-    partials = n // 10 + vocab
-    sums = [8 * n, 8, 8 * vocab, 8 * vocab, 8, 8 * partials, 4 * partials * width]
-    sort = block(8 * n) + block(sort_scratch(n, 8, 8, card.gpu))
-    assert peak(n) == 2 * block(8 * n) + max(sort, table + sum(map(block, sums)))
-    assert (sort > table + sum(map(block, sums))) == (width == 8)
 
 
 # ---- attention
@@ -218,23 +165,6 @@ def test_flash_splits_keys_where_queries_leave_multiprocessors_idle(
     rows = heads * queries
     parts = block(4 * splits * rows) + block(4 * splits * rows * D) if splits > 1 else 0
     assert held == 2 * rows * D and peak == held + block(4 * rows) + 2 * 512 + parts
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("D", [64, 72])
-def test_flash_backward_sums_the_gradient_of_queries_in_fp32(card, kv_heads, D):
-    """flash_attn/flash_api.cpp, mha_bwd: softmax_d (B, H, T') and dq_accum (B, T', H, D') in fp32, T' rounded up to
-    128 and D' to 32; dK and dV of each query head where heads share them."""
-    q = on_card(B, H, T, D, dtype=bf16)
-    k, v = (on_card(B, kv_heads, T, D, dtype=bf16) for _ in range(2))
-    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=kv_heads != H)
-    grad = torch.empty_like(out)
-    query, key = block(2 * q.numel()), block(2 * k.numel())
-    rows, columns = ceil(T / 128) * 128, ceil(D / 32) * 32
-    temporaries = 4 * B * H * rows + 4 * B * rows * H * columns
-    if kv_heads != H:
-        temporaries += 2 * query
-    assert held_and_peak(lambda: torch.autograd.grad(out, (q, k, v), grad))[1] == query + 2 * key + temporaries
 
 
 @pytest.mark.parametrize(("gpu", "workspace"), [

@@ -8,6 +8,8 @@ import llmlab as lab
 from llmlab.specs.images import MOST, RESIZED, images_of, smart_resize
 
 QWEN3_VL = {"model_type": "qwen3_vl", "text_config": {"vocab_size": 151936}}
+LLAVA = {"model_type": "llava", "text_config": {"vocab_size": 32064}}
+SIGLIP = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14}
 GEMMA3 = {"model_type": "gemma3", "vision_config": {"image_size": 896, "patch_size": 14}}
 
 
@@ -28,7 +30,9 @@ def test_images_are_resized_as_by_transformers(family, size):
         (QWEN3_VL, (224, 224), 64),  # the processor enlarges it to 256 × 256
         ({"model_type": "qwen2_5_vl"}, (720, 1280), 26 * 46),
         (GEMMA3, None, 256),
-        ({"model_type": "llava", "text_config": {"vocab_size": 32064}}, None, 576),
+        (LLAVA, None, 576),
+        ({**LLAVA, "vision_feature_select_strategy": "full"}, None, 577),  # with CLIP's class token
+        ({**LLAVA, "vision_feature_select_strategy": "full", "vision_config": SIGLIP}, None, 27 * 27),  # which has none
     ],
 )
 def test_tokens_of_an_image(config, pixels, tokens):

@@ -269,6 +269,16 @@ def test_torchtunes_recipe_follows_the_run():
     assert lab.Training(lora=lora, dp=8, stack="torchtune").checkpointing is None
 
 
+def test_torchtunes_head_and_embedding_are_units_of_their_own_where_its_config_says_so():
+    """custom_sharded_layers of its recipes: full fine-tuning has them, LoRA's configs do not."""
+    lora = lab.Training(stack="torchtune", lora=lab.LoRA())
+    full, adapters = lab.Training(stack="torchtune"), replace(lora, stack="torchtune:custom_sharded_layers=")
+    named = lab.Torchtune(custom_sharded_layers="tok_embeddings output")
+    assert named == lab.Torchtune(custom_sharded_layers=("tok_embeddings", "output"))
+    assert full.stack.own_head(full) and not lora.stack.own_head(lora)
+    assert named.own_head(lora) and not adapters.stack.own_head(full)
+
+
 @pytest.mark.parametrize(
     "given, names",
     [
@@ -296,7 +306,6 @@ def test_torchao_quantizes_whole_blocks_of_scales():
     with pytest.raises(lab.SpecError, match=r"q_proj of .*SmolLM2-360M is 960 × 960, 4096 more than .* 16384 elements"):
         lab.estimate("HuggingFaceTB/SmolLM2-360M", run, "A100-80GB")
     assert lab.estimate("TinyLlama/TinyLlama-1.1B-Chat-v1.0", run, "A100-80GB").peak_allocated
-
 
 
 def test_litgpts_recipes_follow_the_devices():
@@ -327,7 +336,7 @@ def test_what_litgpt_has_not_is_refused_by_name(given, names):
 @pytest.mark.parametrize(
     "given, names",
     [
-        ({"tp": 2}, ("deepspeed has no tp=2", "'megatron'")),
+        ({"tp": 2}, ("tp=2 with stack='deepspeed'", "megatron:deepspeed=true", "give tp=1")),
         ({"lora": lab.LoRA()}, ("deepspeed has no lora", "'torchtune'", "give lora=none")),
         ({"precision": "bf16"}, ("deepspeed has no precision='bf16'", "'torchtune'", "mixed-bf16")),
         ({"stack": "deepspeed:ac=full"}, ("deepspeed has no option ac", "it is an option of torchtitan")),

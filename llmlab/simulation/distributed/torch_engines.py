@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...base.compat import C, FakeTensor, TorchDispatchMode, arg_tree_leaves, check, disable_current_modes, symbol
 from ...base.errors import NotAvailable
-from ...recording.phases import COMMUNICATION, GATHERED
+from ...recording.parts import COMMUNICATION, GATHERED
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training, stack_of
 from ...step.ranks import Ranks, check_ranks, join

@@ -36,7 +36,7 @@ from ...base.compat import (
 )
 from ...base.notes import Note
 from ...hardware.gpu import GPU
-from ...recording.events import Event
+from ...recording.parts import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
 from ..values.collectives import COLLECTIVES, exchange

@@ -45,6 +45,8 @@ def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of Megatron-LM; import what the step calls."""
     stack = Megatron.of(run)
     see = "ask lab.estimate"
+    if stack.deepspeed:
+        raise NotAvailable(f"deepspeed=True: simulate runs Megatron-LM's own pipeline and optimizer; {see}")
     if stack.transformer_engine:
         own = "give stack='megatron:transformer_engine=False', which is Megatron's own"
         raise NotAvailable(f"simulate has no layers of Transformer Engine, whose kernels need a GPU: {own}, or {see}")

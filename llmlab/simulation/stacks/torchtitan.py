@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...base.compat import DisableTorchFunction, disable_current_modes, has, symbol
 from ...base.errors import NotAvailable
 from ...engines.torchtitan import schedule_name
-from ...recording.phases import COMMUNICATION
+from ...recording.parts import COMMUNICATION
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan

@@ -20,6 +20,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from ...base.errors import LabWarning, NotAvailable
+from ...base.files import is_library
 from .. import FOLDER
 from .uses import asserted, decides_loop, is_only_a_value, is_only_checked
 
@@ -59,16 +60,12 @@ def located(error: NotAvailable) -> NotAvailable:
     lines: list[str] = []
     for frame in _outside(sys._getframe(1)):
         file = frame.f_code.co_filename
-        library = _is_library(file)
+        library = is_library(file)
         if not (library and lines):
             lines.append(f"{file}, line {frame.f_lineno}")
         if not library:
             break
     return NotAvailable(f"{error} ({', called from '.join(lines)})") if lines else error
-
-
-def _is_library(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file or file.startswith((sys.base_prefix, "<frozen"))
 
 
 def _outside(frame: FrameType | None) -> list[FrameType]:
@@ -167,7 +164,7 @@ def warn_of(what: str) -> None:
     if asked_by(CHECKED):
         return
     frames = _outside(sys._getframe(1))
-    own = (frame for frame in frames if not _is_library(frame.f_code.co_filename))
+    own = (frame for frame in frames if not is_library(frame.f_code.co_filename))
     frame = next(own, frames[0] if frames else None)
     if frame is not None:
         message = (

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
-from llmlab.base.units import GiB, MiB
-from llmlab.course.figures.memory_anatomy import draw_block, draw_lifetimes, draw_moments, draw_segments
 from llmlab.course.job import MODEL, job
 
 N, B, S, L, h, f, V, a = 1_235_814_400, 4, 1024, 16, 2048, 8192, 128_256, 32
@@ -37,19 +35,6 @@ def test_a_master_copy_is_updated_by_a_fused_kernel():
     """Without it the square roots of AdamW's second moments would add 4 bytes to these 18 per parameter."""
     run = lab.Training(seq_len=16, precision="mixed-bf16", checkpointing="full")
     assert lab.estimate(MODEL, run).phases["optimizer"] / N == pytest.approx(18, rel=0.005)
-
-
-def test_drawings_show_their_numbers():
-    assert "block" in draw_lifetimes().alt
-    saved = [(name, "input", number * MiB) for number, name in enumerate("abcdefgh", 1)]
-    assert "h: input, 8 MiB" in draw_block(saved, "").alt
-    moments = {"load": {"weights": GiB}, "loss": {"weights": GiB, "logits": 2 * GiB}}
-    assert "loss: weights 1.0, logits 2.0" in draw_moments(moments, 2 * GiB, "T4").alt
-    blocks = [{"size": 3 * MiB, "state": "active_allocated"}, {"size": 17 * MiB, "state": "inactive"}]
-    segment = {"total_size": 20 * MiB, "allocated_size": 3 * MiB, "blocks": blocks}
-    assert "3 MiB allocated, 20 MiB reserved; with the CUDA context the process uses 120 MiB" in (
-        draw_segments([segment], 100 * MiB).alt
-    )
 
 
 def test_what_the_last_exercise_decides():

@@ -1,29 +1,6 @@
 """The drawings of serving show the times and the batches that they are given."""
 
-from llmlab.course.figures.serving import Late, plot_frontier, plot_guesses, plot_late_prompt, plot_request, plot_slots
-
-
-def test_a_request_has_the_three_times_that_users_notice():
-    alt = plot_request(0.03, 0.06, [0.01, 0.01, 0.05, 0.01], late=2).alt
-    assert "TTFT 90 ms" in alt and "ITL 50 ms" in alt and "TPOT 20 ms = 80 ms / 4" in alt
-
-
-def test_empty_slots_are_counted():
-    full = {"A": [1, 2, 3, 4], "B": [1, 2, 3, 4]}
-    late = {"A": [1, 2, 3, 4], "B": [3, 4]}
-    alt = plot_slots({"one": full, "two": late}, {"A": 0, "B": 2}, slots=2).alt
-    assert "one: 4 steps, 0% of the slots empty" in alt and "two: 4 steps, 25% of the slots empty" in alt
-
-
-def test_the_longest_step_near_the_arrival_is_named():
-    tokens = [0.0, 0.5, 0.51, 0.52, 0.61, 0.62]
-    alt = plot_late_prompt([Late("whole", tokens, 0.1)], 4096, arrival=0.515, around=(0.03, 0.2)).alt
-    assert "whole: steps of up to 90 ms" in alt
-
-
-def test_a_frontier_names_its_last_point():
-    alt = plot_frontier({"H100": [(145, 140, 1), (50, 4000, 80), (20, 5000, 256)]}, least=50).alt
-    assert "H100: 5,000 tokens/s with 256 users" in alt and "50 tokens/s are asked for" in alt
+from llmlab.course.figures.serving import plot_guesses
 
 
 def test_a_round_shows_the_guesses_that_were_accepted():
