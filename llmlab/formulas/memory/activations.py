@@ -144,7 +144,7 @@ def _attention(share: Share) -> list[Saved]:
         if trained and (copied := _outputs_copied(share)):
             kept.append(Saved("attention output", T * c * Q * copied // spec.layers))
         if windows:  # each layer's SDPA makes numbers of the booleans that it is given, and keeps them
-            elements = share.run.micro_batch * share.run.seq_len**2 // share.run.cp
+            elements = share.run.sequences * share.run.seq_len**2 // share.run.cp
             kept.append(Saved("attention mask", c * elements * windows // spec.layers, "whole"))
         return kept
     kept.append(Saved("scores", kept_scores(share)))

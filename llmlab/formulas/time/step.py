@@ -390,11 +390,11 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
         whole = name if name == "cudnn" else "efficient"  # FlashAttention takes no mask; under one all scores count
         total, head_size = 0.0, (qk + v) // 2
         for each, times in ((name, 1 - masked), (whole, 2 * masked)):
-            forward = found.attention(run.micro_batch, heads, length, head_size, each, dtype)
+            forward = found.attention(run.sequences, heads, length, head_size, each, dtype)
             back = (spec.layers - without) * found.backward(each, head_size)
             total += times * forward * (spec.layers + again + back)
     else:
-        rows = run.micro_batch * heads * length
+        rows = run.sequences * heads * length
         scores, values = found.product(rows, length, qk, dtype), found.product(rows, v, length, dtype)
         if scores is None or values is None:
             return None
