@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..course.techniques.chunked_logprobs import chunked_log_probs
+from ..course.techniques.chunked_logprobs import chunked_log_probs, log_probs
 from ..specs.model import ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Training
@@ -91,8 +91,9 @@ def loss_of(step: Step, ids: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _preference(step: Step, ids: Tensor) -> tuple[Tensor, None]:
     """DPO (arXiv 2305.18290, equation 7)."""
-    log_probs = step.model(input_ids=ids).sum(1)  # (2B,), the chosen first
-    chosen, rejected = (log_probs - _reference_sums(step, ids)).chunk(2)
+    early = _reference_sums(step, ids) if step.run.reference_model == "offloaded" else None  # while there is room
+    trained = step.model(input_ids=ids).sum(1)  # (2B,), the chosen first
+    chosen, rejected = (trained - (_reference_sums(step, ids) if early is None else early)).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean(), None
 
 
@@ -109,7 +110,7 @@ def _odds_ratio(step: Step, ids: Tensor) -> tuple[Tensor, Tensor]:
     logits = step.model(input_ids=ids, use_cache=False).logits  # (2B, T, V)
     half = len(ids) // 2
     likelihood = F.cross_entropy(logits[:half, :-1].contiguous().flatten(0, 1), ids[:half, 1:].flatten())
-    chosen, rejected = _log_probs(logits[:, :-1], ids[:, 1:]).mean(1).float().chunk(2)
+    chosen, rejected = log_probs(logits[:, :-1], ids[:, 1:]).mean(1).chunk(2)
     odds = chosen - rejected - torch.log1p(-chosen.exp()) + torch.log1p(-rejected.exp())
     return likelihood - BETA * F.logsigmoid(odds).mean(), logits
 
@@ -119,9 +120,9 @@ def _unpaired(step: Step, ids: Tensor) -> tuple[Tensor, None]:
     other = ids.roll(1, 0)
     with torch.no_grad():
         drift = step.model(input_ids=other).sum(1)
-    log_probs = step.model(input_ids=ids).sum(1)
+    trained = step.model(input_ids=ids).sum(1)
     drift = (drift - _reference_sums(step, other)).mean().clamp(min=0)
-    ratio = log_probs - _reference_sums(step, ids)
+    ratio = trained - _reference_sums(step, ids)
     sign = torch.ones_like(ratio)
     sign[::2] = -1
     return (1 - torch.sigmoid(BETA * sign * (ratio - drift))).mean(), None
@@ -134,12 +135,14 @@ def _ranking(step: Step, ids: Tensor) -> tuple[Tensor, None]:
 
 
 def _distillation(step: Step, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The KL divergence to a teacher on whole logits, as TRL's GKD with beta=0 (arXiv 2306.13649)."""
+    """The KL divergence to a teacher, on whole logits, as TRL's GKD computes it with beta=0 (arXiv 2306.13649)."""
     logits = step.model(input_ids=ids, use_cache=False).logits
     with torch.no_grad():
         teacher = step.others["teacher"](input_ids=ids, use_cache=False).logits
-    student, teacher = (each[:, :-1].log_softmax(-1) for each in (logits, teacher))
-    return F.kl_div(student, teacher, reduction="none", log_target=True).sum() / ids[:, 1:].numel(), logits
+    temperature, rows = 1.0, torch.arange(ids[:, 1:].numel(), device=ids.device)
+    student, target = logits[:, :-1] / temperature, teacher[:, :-1] / temperature
+    apart = F.kl_div(student.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True)
+    return apart.flatten(0, 1).index_select(0, rows).sum() / len(rows), logits  # of the tokens that count
 
 
 def _policy_gradient(step: Step, ids: Tensor) -> tuple[Tensor, None]:
@@ -152,25 +155,18 @@ def _policy_gradient(step: Step, ids: Tensor) -> tuple[Tensor, None]:
                 reference = model(input_ids=ids)
         if "reward" in step.others:
             step.others["reward"](input_ids=ids, use_cache=False)
-    log_probs = step.model(input_ids=ids)
+    trained = step.model(input_ids=ids)
     advantages = torch.ones(len(ids), 1, device=ids.device)
-    ratio = (log_probs - before).exp()
+    ratio = (trained - before).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
     if step.run.reference_model:
-        apart = (reference if step.run.reference_model != "precomputed" else before) - log_probs
+        apart = (reference if step.run.reference_model != "precomputed" else before) - trained
         loss = loss + BETA * (apart.exp() - apart - 1).mean()
     if "value" in step.others:
         values = step.others["value"]
         hidden = values.base_model(input_ids=ids, use_cache=False).last_hidden_state
         loss = loss + VALUE_WEIGHT * values.score(hidden).square().mean()
     return loss, None
-
-
-def _log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return log p(targets) of whole logits (B, T, V), a sequence at a time (trl/trainer/utils.py,
-    selective_log_softmax)."""
-    rows = zip(logits, targets, strict=True)
-    return torch.stack([row.log_softmax(-1).gather(-1, each[:, None])[:, 0] for row, each in rows])
 
 
 LOSSES: dict[str, Callable[[Step, Tensor], tuple[Tensor, Tensor | None]]] = {

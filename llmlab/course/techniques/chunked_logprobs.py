@@ -104,3 +104,30 @@ def chunked_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
     """Return log p(targets), (N,) in fp32, of a head `weight` (V, h) on `hidden` (N, h), differentiable in both."""
     result: Tensor = _ChunkedLogProbs.apply(hidden, weight, targets)
     return result
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        total, chosen = (torch.zeros(targets.shape, device=logits.device) for _ in range(2))
+        highest = torch.full_like(total, -torch.inf)
+        for each in zip(logits, targets, highest, total, chosen, strict=True):
+            fold_logits(*each[:2], 0, *each[2:])
+        log_z = highest + total.log()
+        ctx.save_for_backward(logits, targets, log_z)
+        return chosen - log_z
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, targets, log_z = ctx.saved_tensors
+        of_logits = logits.clone(memory_format=torch.contiguous_format)
+        for each in zip(of_logits, targets, log_z, grad, strict=True):
+            logits_gradient(*each[:2], 0, *each[2:])
+        return of_logits, None
+
+
+def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return log p(targets), (B, T) in fp32, of whole logits (B, T, V), of which no copy is made but their gradient
+    (trl/kernels/logprob_entropy.py)."""
+    result: Tensor = _LogProbs.apply(logits, targets)
+    return result
