@@ -10,7 +10,7 @@ llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, a
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import SpecError
@@ -431,6 +431,19 @@ class Training(ChoiceSpec):
     def sequences(self) -> int:
         """Sequences of one micro-batch on one data-parallel rank: for pairs, two for each sample."""
         return self.micro_batch * self.objective.sequences
+
+    @property
+    def scored(self) -> int:
+        """Tokens of a micro-batch that the head reads: of completions, those that were generated."""
+        return self.sequences * (self.completion_len or self.seq_len)
+
+    @property
+    def update(self) -> Training:
+        """The step of next-token loss on the same sequences."""
+        if self.method == "sft":
+            return self
+        return replace(self, method="sft", micro_batch=self.sequences, reference=None, teacher=None,
+                       completion_len=None, num_labels=None)  # fmt: skip
 
     @property
     def tokens(self) -> int:

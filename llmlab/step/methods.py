@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 

@@ -32,6 +32,7 @@ from .activations import (
 )
 from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients, layers_through
+from .methods import WORDS, copies, value_run
 from .mlp import mlp_of
 from .scores import causal_mask, forward_scores
 from .share import Share, by_bitsandbytes, share_of
@@ -103,7 +104,7 @@ class StepMemory:
         self.named_logits = self.loss.after if block and share.over else 0
         self.of_weights, self.apart = (0, 0) if share.cpu else unsplit(spec, run, share.stage)
         self.resident = {  # what stays from step to step, by part
-            "weights": kept_weights(run, self.states) + (0 if master_shards else self.of_weights),
+            "weights": kept_weights(run, self.states) + (0 if master_shards else self.of_weights) + copies(spec, run),
             "optimizer": self.states.optimizer + (self.of_weights if master_shards else 0),
             "gradients": 0,  # these three come and go
             "activations": 0,
@@ -185,6 +186,8 @@ class StepMemory:
         self.casts = adapters + (0 if freed else self.block_cast * share.layers - uncast)
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
+        if run.objective.loss == "chunked":  # of the words of a tile
+            self.head_cast = min(self.head_cast, element * WORDS * spec.hidden)
         # Temporaries in a block's forward: attention's or the MLP's, or what its description says.
         self.in_forward = max(forward_scores(share) - behind_scores(share), forward_mlp(share)) + forward_height(share)
         # Temporaries anywhere between first and last block; descriptions say when a weight is dequantized, and so does
@@ -252,6 +255,8 @@ class StepMemory:
             *(self._reducing() if self.sharded else ()),
             self._moment("optimizer", "the update", other=self.update - self.sent, activations=self.contexts, **update),
         ]
+        if share.run.objective.critic:
+            found = _with_value_model(found, type(self)(share_of(share.spec, value_run(share.run), share.gpu)))
         if not (apart := self._apart(found)):
             return found
         return [moment._replace(parts={**moment.parts, "optimizer": moment.parts["optimizer"] + apart * (number > 0)})
@@ -448,6 +453,28 @@ class StepMemory:
                        gradients=grads.reducing.before_last_two, activations=self.last_block + self.first_more),
             ]  # fmt: skip
         return found
+
+
+def _with_value_model(found: list[Moment], value: StepMemory) -> list[Moment]:
+    """Return the moments of a policy's step with its value model's, which one backward pass trains: the value model's
+    forward comes last, so its backward comes first, and its gradients stay until the update."""
+    stays = {**value.resident, "workspace": 0}
+    beside = {
+        "load": {**stays, "optimizer": 0},
+        "forward": {**stays, "activations": value.activations},
+        "backward": {**stays, "gradients": value.gradients.update},
+        "optimizer": {**stays, "gradients": value.gradients.update, "other": stays["other"] + value.update},
+    }
+    waiting = {**next(moment for moment in reversed(found) if moment.phase == "forward").parts, "logits": 0}
+    own = [_sum(moment._replace(parts={**moment.parts, "workspace": 0}), waiting)
+           for moment in value.moments() if moment.phase == "backward"]  # fmt: skip
+    both = [_sum(moment, beside[moment.phase]) for moment in found]
+    place = next(number for number, moment in enumerate(both) if moment.phase == "backward")
+    return [*both[:place], *own, *both[place:]]
+
+
+def _sum(moment: Moment, parts: dict[str, int]) -> Moment:
+    return moment._replace(parts={part: size + parts[part] for part, size in moment.parts.items()})
 
 
 def passes_in_flight(run: Training, stage: int, over: int = 0) -> int:

@@ -9,6 +9,7 @@ products.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from .. import gptq, newton_schulz
 from ..again import attentions_again
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
+from ..memory.methods import others, value_run
 from ..memory.precision import PRECISION
 from ..memory.share import (
     adapter_bytes,
@@ -35,7 +37,7 @@ from ..memory.temporaries import loss_chunk
 from .efficiency import Efficiency, efficiency
 from .elementwise import OWN_LOGITS, moved
 from .flops import flops, head_sizes
-from .host import generation_host_seconds, host_seconds, small_kernels, update_host_seconds
+from .host import generation_host_seconds, host_seconds, small_kernels, started, update_host_seconds
 from .kernels import Kernels, kernels
 from .offload import waiting
 from .products import Product, gradients_of_first_block, multiplied_wide, products
@@ -140,7 +142,18 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     sent, rates = moved(spec, run, card), found.operators
     slower = sent.strided * (1 / rates.strided - 1 / rates.bandwidth)
     blocks = sent.blocks / found.bandwidth + slower + small_kernels(spec, run) * rates.launch
-    made = Passes(multiplied, attention, blocks, sent.loss / found.bandwidth, host_seconds(spec, run, found.host))
+    host = host_seconds(spec, run, found.host)
+    for other in others(spec, run):  # without gradients, as a recomputation
+        again, once = (replace(run.update, lora=None, checkpointing=kind) for kind in ("full", None))
+        both = [moved(other.spec, each, card).blocks / found.bandwidth for each in (again, once)]
+        blocks += other.passes * (both[0] - both[1])
+        both = [started(other.spec, each).seconds(found.host) for each in (again, once)]
+        host += other.passes * (both[0] - both[1])
+    if run.objective.critic:
+        value = value_run(run)
+        blocks += moved(spec, value, card).blocks / found.bandwidth
+        host += host_seconds(spec, value, found.host)
+    made = Passes(multiplied, attention, blocks, sent.loss / found.bandwidth, host)
     return made._replace(host=made.host + host_waits(run, made))
 
 
@@ -191,7 +204,8 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     orthogonal = _orthogonal_seconds(spec, run, found) if run.optimizer == "muon" else 0.0
     times = FOREACH if foreach_adamw(run) else 1
     passes = ADAFACTOR * weight if run.optimizer == "adafactor" else times * (2 * weight + gradient + 2 * moments)
-    moved = held.trained * (passes + copies) / found.bandwidth
+    models = 2 if run.objective.critic else 1
+    moved = models * held.trained * (passes + copies) / found.bandwidth
     if run.optimizer == "adamw-8bit":
         moved = max(moved, EIGHT_BIT * held.trained / found.operators.sms)
     return moved + orthogonal + _paged_seconds(run, held, found.card)
@@ -356,6 +370,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     found = []
     for each in products(spec, run):
         m, n, k = rows * each.copies, each.outputs, each.inputs
+        if each.part == "head":
+            m = run.scored // run.cp
         if each.cut == "outputs":
             n = n // run.tp or 1
         elif each.cut == "inputs":
@@ -393,6 +409,12 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
             forward = found.attention(run.sequences, heads, length, head_size, each, dtype)
             back = (spec.layers - without) * found.backward(each, head_size)
             total += times * forward * (spec.layers + again + back)
+        if run.objective.critic:
+            total += attention_seconds(spec, value_run(run), found) or 0.0
+        for other in others(spec, run):
+            total += other.passes * other.spec.layers * found.attention(
+                run.sequences, other.spec.heads, length, sum(head_sizes(other.spec)) // 2, name, dtype
+            )
     else:
         rows = run.sequences * heads * length
         scores, values = found.product(rows, length, qk, dtype), found.product(rows, v, length, dtype)
