@@ -60,7 +60,7 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     spec = find_model(model)
     if gpu is not None and not spec.has_formulas:
         trace_of(spec, run, gpu)
-    return _assuming(estimated(spec, run, gpu, cluster), spec, run, gpu)
+    return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
 
 
 def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H100-80GB") -> ServingReport:
@@ -132,7 +132,7 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     from .simulation.report import simulated
 
     spec = find_model(model)
-    return _assuming(simulated(spec, run, gpu), spec, run, gpu)
+    return _assuming(_with_generation(simulated(spec, run, gpu), spec, run, gpu), spec, run, gpu)
 
 
 def measure(model: ModelLike, run: Run, device: str | torch.device | None = None, repeats: int = 5) -> Report:
@@ -310,6 +310,9 @@ def fix(
         return explained(model)
     if run is None or gpu is None:
         raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error")
+    if isinstance(run, Training) and run.objective.generates:
+        raise SpecError(f"fix with method={run.method!r}: no lever knows the phase that generates; give the run as "
+                        "method='sft', or ask lab.estimate for each change")  # fmt: skip
     found = fixed(model, run, gpu, cluster, derived)
     return replace(found, report=_assuming(found.report, find_model(model), run, gpu))
 
@@ -322,6 +325,15 @@ def _assuming(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) 
         limit = f"The config of {spec.name} has {spec.max_positions:,} positions, and the run has {run.seq_len:,}"
         assumed += (Note("beyond-positions", f"{limit}. Memory and time do not depend on this limit."),)
     return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
+
+
+def _with_generation(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
+    """Return `report` with the phase in which an engine generates, of methods that train on their own completions."""
+    if not isinstance(run, Training) or not run.objective.generates or gpu is None or gpu == "cpu":
+        return report
+    from .serving.rollout import with_generation
+
+    return with_generation(report, spec, run, find_gpu(gpu))
 
 
 def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:

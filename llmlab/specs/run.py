@@ -296,9 +296,9 @@ class Training(ChoiceSpec):
             if self.completion_len >= self.seq_len:
                 raise SpecError(f"completion_len={self.completion_len} leaves no prompt in seq_len={self.seq_len}; "
                                 "give fewer tokens")  # fmt: skip
-            if (self.micro_batch * self.accumulation * self.dp) % self.generations:
-                raise SpecError(f"generations={self.generations} does not divide the {self.global_batch} completions of "
-                                "an update; give a divisor")  # fmt: skip
+            if self.global_batch % self.generations:
+                raise SpecError(f"generations={self.generations} does not divide the {self.global_batch} completions "
+                                "of an update; give a divisor")  # fmt: skip
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share < 1:
             raise SpecError(f"gpu_memory_utilization={share!r}: give a share of the GPU's memory, 0 < share < 1")

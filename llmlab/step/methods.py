@@ -30,7 +30,7 @@ Built = Callable[[ModelSpec, Training], nn.Module]
 def other_models(spec: ModelSpec, run: Training, build: Built) -> dict[str, nn.Module]:
     """Return the models that reside beside the trained one, made by `build`; all but the value model are frozen."""
     own, alone = run.objective, replace(run, lora=None, checkpointing=None)
-    scoring = replace(alone, method="reward")
+    scoring = replace(run.update, lora=None, checkpointing=None, num_labels=1)
     found = {}
     if run.reference_model in ("kept", "offloaded"):
         found["reference"] = build(spec, alone)

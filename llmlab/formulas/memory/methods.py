@@ -46,7 +46,10 @@ def copies(spec: ModelSpec, run: Training) -> int:
     width, ranks = PRECISION[run.precision].weights, run.dp_shard if run.zero == 3 else 1
     if run.zero >= 2:
         width = PRECISION[run.precision].master or width  # FSDP2's policy shards fp32 weights
-    return sum(width * each.spec.parameters // ranks for each in others(spec, run) if each.resides)
+    return sum(
+        width * (each.spec.parameters - (0 if each.scores else each.spec.parameters_by_component["head"])) // ranks
+        for each in others(spec, run) if each.resides
+    )  # fmt: skip
 
 
 def loss_bytes(share: Share) -> tuple[int, int, int] | None:
