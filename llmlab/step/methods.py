@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +30,20 @@ Built = Callable[[ModelSpec, Training], nn.Module]
 
 def other_models(spec: ModelSpec, run: Training, build: Built) -> dict[str, nn.Module]:
     """Return the models that reside beside the trained one, made by `build`; all but the value model are frozen."""
-    own, alone = run.objective, replace(run, lora=None, checkpointing=None)
-    scoring = replace(run.update, lora=None, checkpointing=None, num_labels=1)
-    found = {}
+    own, found = run.objective, {}
+    whole = partial(replace, lora=None, quantization=None, reference=None)
     if run.reference_model in ("kept", "offloaded"):
-        found["reference"] = build(spec, alone)
+        found["reference"] = build(spec, whole(run, checkpointing=None))
     if own.loss == "teacher":
-        found["teacher"] = build(find_model(run.teacher) if run.teacher else spec, alone)
+        found["teacher"] = build(find_model(run.teacher) if run.teacher else spec, whole(run, checkpointing=None))
     if own.critic:
-        found["reward"] = build(spec, scoring)
+        found["reward"] = build(spec, whole(run.update, checkpointing=None, num_labels=1))
     for model in found.values():
         model.eval().requires_grad_(False)
+    if run.reference_model == "offloaded":
+        found["reference"].to("cpu")
     if own.critic:
-        found["value"] = build(spec, replace(scoring, checkpointing=run.checkpointing))
+        found["value"] = build(spec, whole(run.update, num_labels=1))
     return found
 
 

@@ -461,14 +461,15 @@ def _with_value_model(found: list[Moment], value: StepMemory) -> list[Moment]:
     stays = {**value.resident, "workspace": 0}
     beside = {
         "load": {**stays, "optimizer": 0},
-        "forward": {**stays, "activations": value.activations},
+        "forward": {**stays, "activations": value.activations},  # the policy's tile of logits is gone by then
         "backward": {**stays, "gradients": value.gradients.update},
         "optimizer": {**stays, "gradients": value.gradients.update, "other": stays["other"] + value.update},
     }
     waiting = {**next(moment for moment in reversed(found) if moment.phase == "forward").parts, "logits": 0}
     own = [_sum(moment._replace(parts={**moment.parts, "workspace": 0}), waiting)
            for moment in value.moments() if moment.phase == "backward"]  # fmt: skip
-    both = [_sum(moment, beside[moment.phase]) for moment in found]
+    both = [_sum(moment._replace(parts={**moment.parts, "logits": 0}) if moment.phase == "forward" else moment,
+                 beside[moment.phase]) for moment in found]  # fmt: skip
     place = next(number for number, moment in enumerate(both) if moment.phase == "backward")
     return [*both[:place], *own, *both[place:]]
 

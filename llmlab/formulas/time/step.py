@@ -149,6 +149,8 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
         blocks += other.passes * (both[0] - both[1])
         both = [started(other.spec, each).seconds(found.host) for each in (again, once)]
         host += other.passes * (both[0] - both[1])
+    if run.reference_model == "offloaded":  # there and back
+        blocks += 2 * PRECISION[run.precision].weights * spec.parameters / to_host(card)
     if run.objective.critic:
         value = value_run(run)
         blocks += moved(spec, value, card).blocks / found.bandwidth
