@@ -43,6 +43,7 @@ METHODS: dict[str, Method] = {
     "kto": Method(loss="chunked", reference=2, own=1),  # a pass of each for mismatched answers, which estimate the KL
     "reward": Method(sequences=2, loss="score"),
     "distill": Method(loss="teacher"),
+    # An engine's log-probabilities differ from the trained model's, so that one computes them again.
     "ppo": Method(loss="chunked", reference=1, own=1, critic=True, generates=True),
     "grpo": Method(loss="chunked", reference=1, optional=True, own=1, generates=True),
 }

@@ -42,14 +42,23 @@ def others(spec: ModelSpec, run: Training) -> list[Other]:
 
 
 def copies(spec: ModelSpec, run: Training) -> int:
-    """Return the bytes of the frozen models that stay on one GPU; ZeRO-3 shards them too."""
-    width, ranks = PRECISION[run.precision].weights, run.dp_shard if run.zero == 3 else 1
-    if run.zero >= 2:
-        width = PRECISION[run.precision].master or width  # FSDP2's policy shards fp32 weights
+    """Return the bytes of the frozen models that stay on one GPU."""
     return sum(
-        width * (each.spec.parameters - (0 if each.scores else each.spec.parameters_by_component["head"])) // ranks
+        _bytes(run, each.spec.parameters - (0 if each.scores else each.spec.parameters_by_component["head"]))
         for each in others(spec, run) if each.resides
     )  # fmt: skip
+
+
+def offloaded(spec: ModelSpec, run: Training) -> int:
+    """Return the bytes of a reference model that comes from the host for its pass alone."""
+    return _bytes(run, spec.parameters) if run.reference_model == "offloaded" else 0
+
+
+def _bytes(run: Training, parameters: int) -> int:
+    """Return the bytes of frozen weights on one GPU. FSDP2's policy shards fp32 weights, with zero=2 too."""
+    b = PRECISION[run.precision]
+    width = b.master or b.weights if run.zero >= 2 else b.weights
+    return width * parameters // (run.dp_shard if run.zero == 3 else 1)
 
 
 def loss_bytes(share: Share) -> tuple[int, int, int] | None:

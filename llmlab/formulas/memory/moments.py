@@ -32,7 +32,7 @@ from .activations import (
 )
 from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients, layers_through
-from .methods import WORDS, copies, value_run
+from .methods import WORDS, copies, offloaded, value_run
 from .mlp import mlp_of
 from .scores import causal_mask, forward_scores
 from .share import Share, by_bitsandbytes, share_of
@@ -294,6 +294,9 @@ class StepMemory:
             before.append(moment("the second-to-last block of forward", gathered + ahead + held,
                                  self.between + self.in_forward, activations=activations - self.block))  # fmt: skip
             ahead = units.head + held
+        if comes := offloaded(self.share.spec, self.share.run):
+            working = self.between + self.in_forward + self.loss.forward
+            before.append(moment("the reference model's pass", gathered, comes + working))
         return [
             *before,
             moment("the last block of forward", gathered + ahead, self.between + self.in_forward,

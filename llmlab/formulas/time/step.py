@@ -22,7 +22,7 @@ from .. import gptq, newton_schulz
 from ..again import attentions_again
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
-from ..memory.methods import others, value_run
+from ..memory.methods import offloaded, others, value_run
 from ..memory.precision import PRECISION
 from ..memory.share import (
     adapter_bytes,
@@ -150,7 +150,7 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
         both = [started(other.spec, each).seconds(found.host) for each in (again, once)]
         host += other.passes * (both[0] - both[1])
     if run.reference_model == "offloaded":  # there and back
-        blocks += 2 * PRECISION[run.precision].weights * spec.parameters / to_host(card)
+        blocks += 2 * offloaded(spec, run) / to_host(card)
     if run.objective.critic:
         value = value_run(run)
         blocks += moved(spec, value, card).blocks / found.bandwidth
