@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,15 @@ from ..specs.model import ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Training
 
-if TYPE_CHECKING:
-    from .step import Step
-
 BETA, CLIP, VALUE_WEIGHT = 0.1, 0.2, 0.1  # TRL's defaults, of which no cost depends
-Built = Callable[[ModelSpec, Training], nn.Module]
+Built = Callable[[ModelSpec, Training], Any]
+Models = dict[str, Any]  # by what they are for; the trained one is "trained"
 
 
 def other_models(spec: ModelSpec, run: Training, build: Built) -> dict[str, nn.Module]:
     """Return the models that reside beside the trained one, made by `build`; all but the value model are frozen."""
-    own, found = run.objective, {}
+    own = run.objective
+    found: dict[str, nn.Module] = {}
     whole = partial(replace, lora=None, quantization=None, reference=None)
     if run.reference_model in ("kept", "offloaded"):
         found["reference"] = build(spec, whole(run, checkpointing=None))
@@ -70,45 +69,45 @@ def head(model: Any) -> nn.Linear:
 
 
 @contextmanager
-def _reference(step: Step) -> Iterator[nn.Module]:
+def _reference(run: Training, models: Models, device: torch.device) -> Iterator[Any]:
     """Give the reference model: the copy, which is on the GPU for this block alone if it is offloaded, or the model
     without its adapters."""
-    if step.run.reference_model == "adapter":
-        with step.model.disable_adapter():
-            yield step.model
+    if run.reference_model == "adapter":
+        with models["trained"].disable_adapter():
+            yield models["trained"]
         return
-    model = step.others["reference"]
-    if step.run.reference_model == "offloaded":
-        model.to(step.device)
+    model = models["reference"]
+    if run.reference_model == "offloaded":
+        model.to(device)
     yield model
-    if step.run.reference_model == "offloaded":
+    if run.reference_model == "offloaded":
         model.to("cpu")
 
 
-def loss_of(step: Step, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+def loss_of(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the loss of a micro-batch (B, T), and the logits where they exist whole."""
-    return LOSSES[step.run.method](step, ids)
+    return LOSSES[run.method](run, models, ids)
 
 
-def _preference(step: Step, ids: Tensor) -> tuple[Tensor, None]:
+def _preference(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, None]:
     """DPO (arXiv 2305.18290, equation 7)."""
-    early = _reference_sums(step, ids) if step.run.reference_model == "offloaded" else None  # while there is room
-    trained = step.model(input_ids=ids).sum(1)  # (2B,), the chosen first
-    chosen, rejected = (trained - (_reference_sums(step, ids) if early is None else early)).chunk(2)
+    early = _reference_sums(run, models, ids) if run.reference_model == "offloaded" else None  # while there is room
+    trained = models["trained"](input_ids=ids).sum(1)  # (2B,), the chosen first
+    chosen, rejected = (trained - (_reference_sums(run, models, ids) if early is None else early)).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean(), None
 
 
-def _reference_sums(step: Step, ids: Tensor) -> Tensor:
-    if step.run.reference_model == "precomputed":
+def _reference_sums(run: Training, models: Models, ids: Tensor) -> Tensor:
+    if run.reference_model == "precomputed":
         return torch.zeros(len(ids), device=ids.device)
-    with torch.no_grad(), _reference(step) as model:
+    with torch.no_grad(), _reference(run, models, ids.device) as model:
         total: Tensor = model(input_ids=ids).sum(1)
         return total
 
 
-def _odds_ratio(step: Step, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _odds_ratio(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, Tensor]:
     """ORPO (arXiv 2403.07691, equations 6 and 7); TRL computes whole logits, and a copy of the chosen ones."""
-    logits = step.model(input_ids=ids, use_cache=False).logits  # (2B, T, V)
+    logits = models["trained"](input_ids=ids, use_cache=False).logits  # (2B, T, V)
     half = len(ids) // 2
     likelihood = F.cross_entropy(logits[:half, :-1].contiguous().flatten(0, 1), ids[:half, 1:].flatten())
     chosen, rejected = log_probs(logits[:, :-1], ids[:, 1:]).mean(1).chunk(2)
@@ -116,61 +115,61 @@ def _odds_ratio(step: Step, ids: Tensor) -> tuple[Tensor, Tensor]:
     return likelihood - BETA * F.logsigmoid(odds).mean(), logits
 
 
-def _unpaired(step: Step, ids: Tensor) -> tuple[Tensor, None]:
+def _unpaired(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, None]:
     """KTO (arXiv 2402.01306, equation 8), with the KL estimated on mismatched answers."""
     other = ids.roll(1, 0)
     with torch.no_grad():
-        drift = step.model(input_ids=other).sum(1)
-    trained = step.model(input_ids=ids).sum(1)
-    drift = (drift - _reference_sums(step, other)).mean().clamp(min=0)
-    ratio = trained - _reference_sums(step, ids)
+        drift = models["trained"](input_ids=other).sum(1)
+    trained = models["trained"](input_ids=ids).sum(1)
+    drift = (drift - _reference_sums(run, models, other)).mean().clamp(min=0)
+    ratio = trained - _reference_sums(run, models, ids)
     sign = torch.ones_like(ratio)
     sign[::2] = -1
     return (1 - torch.sigmoid(BETA * sign * (ratio - drift))).mean(), None
 
 
-def _ranking(step: Step, ids: Tensor) -> tuple[Tensor, None]:
+def _ranking(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, None]:
     """Bradley-Terry (arXiv 2203.02155, equation 1)."""
-    chosen, rejected = step.model(input_ids=ids, use_cache=False).logits[:, 0].chunk(2)
+    chosen, rejected = models["trained"](input_ids=ids, use_cache=False).logits[:, 0].chunk(2)
     return -F.logsigmoid(chosen - rejected).mean(), None
 
 
-def _distillation(step: Step, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _distillation(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The KL divergence to a teacher, on whole logits, as TRL's GKD computes it with beta=0 (arXiv 2306.13649)."""
-    logits = step.model(input_ids=ids, use_cache=False).logits
+    logits = models["trained"](input_ids=ids, use_cache=False).logits
     with torch.no_grad():
-        teacher = step.others["teacher"](input_ids=ids, use_cache=False).logits
+        teacher = models["teacher"](input_ids=ids, use_cache=False).logits
     temperature, rows = 1.0, torch.arange(ids[:, 1:].numel(), device=ids.device)
     student, target = logits[:, :-1] / temperature, teacher[:, :-1] / temperature
     apart = F.kl_div(student.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True)
     return apart.flatten(0, 1).index_select(0, rows).sum() / len(rows), logits  # of the tokens that count
 
 
-def _policy_gradient(step: Step, ids: Tensor) -> tuple[Tensor, None]:
+def _policy_gradient(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, None]:
     """PPO's clipped objective on advantages that generation left (arXiv 1707.06347, equation 7); with a critic its
     values are fitted in the same backward pass."""
     with torch.no_grad():
-        before = step.model(input_ids=ids)  # (B, completion)
-        if step.run.reference_model not in (None, "precomputed"):
-            with _reference(step) as model:
+        before = models["trained"](input_ids=ids)  # (B, completion)
+        if run.reference_model not in (None, "precomputed"):
+            with _reference(run, models, ids.device) as model:
                 reference = model(input_ids=ids)
-        if "reward" in step.others:
-            step.others["reward"](input_ids=ids, use_cache=False)
-    trained = step.model(input_ids=ids)
+        if "reward" in models:
+            models["reward"](input_ids=ids, use_cache=False)
+    trained = models["trained"](input_ids=ids)
     advantages = torch.ones(len(ids), 1, device=ids.device)
     ratio = (trained - before).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
-    if step.run.reference_model:
-        apart = (reference if step.run.reference_model != "precomputed" else before) - trained
+    if run.reference_model:
+        apart = (reference if run.reference_model != "precomputed" else before) - trained
         loss = loss + BETA * (apart.exp() - apart - 1).mean()
-    if "value" in step.others:
-        values = step.others["value"]
+    if "value" in models:
+        values = models["value"]
         hidden = values.base_model(input_ids=ids, use_cache=False).last_hidden_state
         loss = loss + VALUE_WEIGHT * values.score(hidden).square().mean()
     return loss, None
 
 
-LOSSES: dict[str, Callable[[Step, Tensor], tuple[Tensor, Tensor | None]]] = {
+LOSSES: dict[str, Callable[[Training, Models, Tensor], tuple[Tensor, Tensor | None]]] = {
     "dpo": _preference, "orpo": _odds_ratio, "kto": _unpaired, "reward": _ranking, "distill": _distillation,
     "ppo": _policy_gradient, "grpo": _policy_gradient,
 }  # fmt: skip

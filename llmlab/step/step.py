@@ -220,7 +220,8 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
     run, optimizer = step.run, step.optimizer
     assert isinstance(run, Training)
     cast = torch.autocast(step.device.type, compute_dtype(run), enabled=run.precision.startswith("autocast"))
-    output = logits = None
+    output: Any = None
+    logits: Any = None
     for i, ids in enumerate(step.inputs, 1):  # (B, T)
         enter("forward")
         output = logits = None  # the last micro-batch's logits go before this one's forward
@@ -230,7 +231,7 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
                     output = step.model(**arguments(step.model, ids, run, step.images))
                     loss, logits = output.loss, output.logits  # (B, T, V); None with a fused loss
                 else:
-                    loss, logits = loss_of(step, ids)
+                    loss, logits = loss_of(run, {"trained": step.model, **step.others}, ids)
             loss = loss / run.accumulation
             if step.scaler:
                 loss = step.scaler.scale(loss)

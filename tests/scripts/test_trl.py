@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 pytest.importorskip("trl", minversion="1.16")
 
-import llmlab as lab  # noqa: E402
-from llmlab.cli.main import cli  # noqa: E402
+import llmlab as lab
+from llmlab.cli.main import cli
 
 BATCH, TOKENS, WORDS = 2, 512, 8192
 CONFIG = {"model_type": "llama", "vocab_size": WORDS, "hidden_size": 512, "intermediate_size": 1408,

@@ -60,7 +60,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         total, chosen = (torch.zeros(targets.shape, device=hidden.device) for _ in range(2))
         highest = torch.full_like(total, -torch.inf)
-        for rows, words, tile, _, _ in _tiles(hidden, weight, ctx.dtype):
+        for rows, words, tile, _, _ in tiles(hidden, weight, ctx.dtype):
             fold_logits(tile, targets[rows], words.start, highest[rows], total[rows], chosen[rows])
         log_z = highest + total.log()
         ctx.save_for_backward(hidden, weight, targets, log_z)
@@ -72,7 +72,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
         of_hidden = zeros(hidden.shape) if ctx.needs_input_grad[0] else None
         of_weight = zeros(weight.shape) if ctx.needs_input_grad[1] else None
-        for rows, words, tile, inputs, part in _tiles(hidden, weight, ctx.dtype):
+        for rows, words, tile, inputs, part in tiles(hidden, weight, ctx.dtype):
             logits_gradient(tile, targets[rows], words.start, log_z[rows], grad[rows])
             if of_hidden is not None:
                 add_product(of_hidden[rows], tile, part)
@@ -85,7 +85,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         )
 
 
-def _tiles(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+def tiles(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
     """Yield the rows and words of each tile, its logits, and the parts of `hidden` and `weight` that it is made of."""
     (tokens, _), (vocabulary, _) = hidden.shape, weight.shape
     buffer = torch.empty(min(tokens, TOKENS), WORDS, dtype=dtype, device=hidden.device)

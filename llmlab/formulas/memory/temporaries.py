@@ -118,8 +118,8 @@ def loss_bytes(share: Share) -> LossBytes:
     spec, run, c = share.spec, share.run, share.bytes.compute
     if not share.last or run.num_labels:  # a classifier's logits are a few numbers
         return LossBytes()
-    if own := methods.loss_bytes(share):
-        return LossBytes(*own)
+    if of_method := methods.loss_bytes(share):
+        return LossBytes(*of_method)
     if run.kernels == "liger":
         chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp  # never whole
         elements = 0 if run.lora else spec.vocab * spec.hidden // run.tp
