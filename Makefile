@@ -12,7 +12,7 @@ VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_INDEX ?=
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= torch,quant,distributed,evaluate,book,test
+EXTRAS ?= torch,quant,distributed,evaluate,book,test,release
 PORT ?= 8000
 COLAB_PACKAGES ?= https://raw.githubusercontent.com/googlecolab/backend-info/main/pip-freeze.txt
 
@@ -136,32 +136,32 @@ figures: env ## make the picture of the README and the map of the first page
 benchmarks: EXTRAS := $(EXTRAS),benchmarks
 benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
 	$(PIP) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
-	$(BIN)/python benchmarks/peers.py --out benchmarks/results
-	$(BIN)/python benchmarks/decisions.py --out benchmarks/results
-	$(BIN)/python benchmarks/plans.py --out benchmarks/results
-	$(BIN)/python benchmarks/versions.py --out benchmarks/results
-	$(BIN)/python benchmarks/held_out.py --out benchmarks/results
-	$(BIN)/python benchmarks/room.py --out benchmarks/results
-	$(BIN)/python benchmarks/operators.py --out benchmarks/results
-	$(BIN)/python benchmarks/bert.py --out benchmarks/results
-	$(BIN)/python benchmarks/published.py --out benchmarks/results
-	$(BIN)/python benchmarks/sdpa_loops.py --out benchmarks/results
-	PYTHONPATH=_build/stacks $(BIN)/python benchmarks/stacks.py --out benchmarks/results
-	PYTHONPATH=_build/stacks $(BIN)/python benchmarks/megatron_golden.py --out benchmarks/results
-	$(BIN)/python benchmarks/cpu_grid.py --out benchmarks/results
-	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
-	$(BIN)/python benchmarks/traces.py --out benchmarks/results
-	$(BIN)/python benchmarks/decoding.py --out benchmarks/results
-	$(BIN)/python benchmarks/ultrascale.py --out benchmarks/results
-	$(BIN)/python benchmarks/throughput.py --out benchmarks/results
-	$(BIN)/python benchmarks/measured.py --out benchmarks/results
-	$(BIN)/python benchmarks/speed.py --out benchmarks/results
-	$(BIN)/python benchmarks/serving.py --out benchmarks/results
-	$(BIN)/python benchmarks/calculator.py --out benchmarks/results
-	$(BIN)/python benchmarks/many_gpus.py --out benchmarks/results
-	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results
-	test ! -e /proc/driver/nvidia/version || $(BIN)/python benchmarks/kernel_times.py --out benchmarks/results
-	test ! -e /proc/driver/nvidia/version || $(BIN)/python benchmarks/kernel_times.py --sweep --out benchmarks/results
+	$(BIN)/python -m benchmarks.memory.peers --out benchmarks/results
+	$(BIN)/python -m benchmarks.plans.decisions --out benchmarks/results
+	$(BIN)/python -m benchmarks.plans.plans --out benchmarks/results
+	$(BIN)/python -m benchmarks.memory.versions --out benchmarks/results
+	$(BIN)/python -m benchmarks.memory.held_out --out benchmarks/results
+	$(BIN)/python -m benchmarks.memory.room --out benchmarks/results
+	$(BIN)/python -m benchmarks.agreement.operators --out benchmarks/results
+	$(BIN)/python -m benchmarks.memory.bert --out benchmarks/results
+	$(BIN)/python -m benchmarks.memory.published --out benchmarks/results
+	$(BIN)/python -m benchmarks.memory.sdpa_loops --out benchmarks/results
+	PYTHONPATH=_build/stacks $(BIN)/python -m benchmarks.memory.stacks --out benchmarks/results
+	PYTHONPATH=_build/stacks $(BIN)/python -m benchmarks.memory.megatron_golden --out benchmarks/results
+	$(BIN)/python -m benchmarks.agreement.cpu_grid --out benchmarks/results
+	$(BIN)/python -m benchmarks.agreement.formulas --out benchmarks/results
+	$(BIN)/python -m benchmarks.agreement.traces --out benchmarks/results
+	$(BIN)/python -m benchmarks.agreement.decoding --out benchmarks/results
+	$(BIN)/python -m benchmarks.time.ultrascale --out benchmarks/results
+	$(BIN)/python -m benchmarks.time.throughput --out benchmarks/results
+	$(BIN)/python -m benchmarks.memory.measured --out benchmarks/results
+	$(BIN)/python -m benchmarks.speed.speed --out benchmarks/results
+	$(BIN)/python -m benchmarks.serving.serving --out benchmarks/results
+	$(BIN)/python -m benchmarks.speed.calculator --out benchmarks/results
+	$(BIN)/python -m benchmarks.speed.many_gpus --out benchmarks/results
+	$(BIN)/python -m benchmarks.speed.measure_overhead --out benchmarks/results
+	test ! -e /proc/driver/nvidia/version || $(BIN)/python -m benchmarks.kernels.kernel_times --out benchmarks/results
+	test ! -e /proc/driver/nvidia/version || $(BIN)/python -m benchmarks.kernels.kernel_times --sweep --out benchmarks/results
 
 stacks: env ## other stacks' own packages into _build/stacks, for `lab.simulate(..., stack=...)`: PYTHONPATH=_build/stacks
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target _build/stacks torchtitan==0.2.2 tyro \
@@ -171,8 +171,8 @@ stacks: env ## other stacks' own packages into _build/stacks, for `lab.simulate(
 		litgpt==0.5.13 lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 jsonargparse==4.41.0
 
 scripts: env ## other people's scripts under `llmlab run`: CLONES=their repositories WORK=a folder for stand-ins
-	$(BIN)/python benchmarks/standins.py --clones $(CLONES) --work $(WORK)
-	CLONES=$(CLONES) WORK=$(WORK) $(BIN)/python benchmarks/scripts.py --out benchmarks/results
+	$(BIN)/python -m benchmarks.scripts.standins --clones $(CLONES) --work $(WORK)
+	CLONES=$(CLONES) WORK=$(WORK) $(BIN)/python -m benchmarks.scripts.scripts --out benchmarks/results
 
 records: env ## measure on this GPU what the chapters ask for, and write records
 	$(BIN)/llmlab record

@@ -25,7 +25,7 @@ from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
 from .specs.stacks import DeepSpeed, LitGPT, Megatron, Nanotron, Torchtitan, Torchtune
-from .verbs import compare, estimate, explain, fix, measure, meter, plan, records, serve, simulate, write
+from .verbs import compare, estimate, explain, fix, measure, meter, plan, records, serve, simulate, solve, write
 
 __all__ = [
     "GPU",
@@ -64,6 +64,7 @@ __all__ = [
     "serve",
     "simulate",
     "simulator",
+    "solve",
     "write",
 ]
 

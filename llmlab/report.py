@@ -25,7 +25,7 @@ from .base.terms import (
     TimelinePoint,
 )
 from .base.units import MiB, show_bytes, show_seconds
-from .specs.run import Inference, Run, Training, run_from_dict
+from .specs.run import Inference, LoRA, Run, Training, run_from_dict
 
 if TYPE_CHECKING:
     from .plots.canvas import Picture
@@ -245,7 +245,7 @@ class Report(Tabular):
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Tabular):
-    """Reports of one run side by side; the others are compared with the first measured, else published, one."""
+    """Reports side by side: of one run, compared with the first measured, else published, one; or of several runs."""
 
     reports: tuple[Report, ...]
 
@@ -256,26 +256,34 @@ class Comparison(Tabular):
         return next((r for source in ("measured", "published") for r in known if r.source == source), None)
 
     @property
-    def stacks(self) -> list[str]:
-        """The names of the stacks whose runs are compared, each once, in order."""
-        return list(dict.fromkeys(map(_stack_name, self.reports)))
+    def names(self) -> list[str]:
+        """What tells each report's run from the others: the GPU, and the fields that differ and that somebody gave."""
+        runs = [report.run for report in self.reports]
+        given = dict.fromkeys(f.name for run in runs for f in fields(run) if f.name not in getattr(run, "unset", ()))
+        differ = [name for name in given if len({repr(getattr(run, name, None)) for run in runs}) > 1]
+        several = len({report.gpu for report in self.reports}) > 1
+        names = [[report.gpu or "no GPU"] if several else [] for report in self.reports]
+        return [", ".join([*gpu, *(_setting(report, name) for name in differ)])
+                for gpu, report in zip(names, self.reports, strict=True)]  # fmt: skip
 
-    def _between_stacks(self) -> list[str]:
-        """Return one sentence for each stack after the first: by how much its estimate differs, and in which parts."""
-        estimates = [report for report in self.reports if report.source == "estimated"]
-        first, *others = [report for report in estimates if report.peak_allocated is not None]
+    def _between_runs(self) -> list[str]:
+        """Return one sentence for each run after the first: by how much its memory differs, and in which parts."""
+        known = [(name, report) for name, report in zip(self.names, self.reports, strict=True)
+                 if report.peak_allocated is not None]  # fmt: skip
+        (first_name, first), *others = [each for each in known if each[1].source == known[0][1].source]
         sentences = []
-        for report in others:
+        for name, report in others:
             apart = (report.peak_allocated or 0) - (first.peak_allocated or 0)
             parts = {part: report.parts.get(part, 0) - first.parts.get(part, 0) for part in PARTS}
             most = sorted((part for part in PARTS if parts[part]), key=lambda part: -abs(parts[part]))[:3]
             by = ", ".join(f"{part} {_signed(parts[part])}" for part in most)
-            names = _stack_name(report), _stack_name(first)
-            if not most:
-                sentences.append(f"{names[0]} needs the same memory as {names[1]}.")
+            time, least = report.step_seconds, first.step_seconds
+            slower = f"; its step takes {time / least:.2f} times as long" if time and least else ""
+            if not apart:
+                sentences.append(f"{name} needs as much memory as {first_name}{slower}.")
                 continue
             difference = f"{show_bytes(abs(apart))} {'less' if apart < 0 else 'more'} than"
-            sentences.append(f"{names[0]} needs {difference} {names[1]}: {by}.")
+            sentences.append(f"{name} needs {difference} {first_name}: {by}{slower}.")
         return sentences
 
     def relative_errors(self) -> dict[str, float]:
@@ -289,8 +297,8 @@ class Comparison(Tabular):
     def explain(self) -> list[str]:
         """Return one sentence per prediction: its error, and which part or phase makes most of the difference."""
         truth = self.truth
-        if len(self.stacks) > 1:
-            return self._between_stacks()
+        if len(set(self.names)) > 1:
+            return self._between_runs()
         if truth is None:
             return ["No measurement of this run is recorded, so the predictions cannot be compared with one."]
         sentences = []
@@ -311,8 +319,8 @@ class Comparison(Tabular):
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return the header and the rows of the printed comparison."""
-        several = len(self.stacks) > 1
-        header = ("", *(f"{r.source}, {_stack_name(r)}" if several else r.source for r in self.reports))
+        header = ("", *(f"{r.source}, {name}" if name else r.source
+                        for r, name in zip(self.reports, self.names, strict=True)))  # fmt: skip
         rows: list[tuple[str, ...]] = []
 
         def add(label: str, values: Sequence[Any], show: Callable[[Any], str]) -> None:
@@ -337,7 +345,9 @@ class Comparison(Tabular):
     @property
     def title(self) -> str:
         first = self.reports[0]
-        return f"{first.model} on {first.gpu or 'this machine'}: {summary(first.run)}"
+        several = len({report.gpu for report in self.reports}) > 1
+        where = "several GPUs" if several else first.gpu or "this machine"
+        return f"{first.model} on {where}" + ("" if any(self.names) else f": {summary(first.run)}")
 
     def _table(self) -> Table:
         lines = self.explain()
@@ -389,9 +399,14 @@ def _label(part: str) -> str:
     return "KV cache" if part == "kv_cache" else part
 
 
-def _stack_name(report: Report) -> str:
-    stack = getattr(report.run, "stack", "")
-    return getattr(stack, "name", stack)
+def _setting(report: Report, field: str) -> str:
+    """Return the value of one field of a report's run, as a heading names it."""
+    value = getattr(report.run, field, None)
+    if field == "stack":
+        return str(getattr(value, "name", value))
+    if value is True or value in (False, None):
+        return f"{'' if value else 'no '}{field}"
+    return f"{field} {value.rank if isinstance(value, LoRA) else value}"
 
 
 def _signed(size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from .base.errors import NotAvailable, SpecError, need_packages
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Executor
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import torch
 
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from .planning.levers import Fix
     from .planning.out_of_memory import DriverError, OutOfMemory
     from .planning.result import Plan
+    from .planning.snapshot import SnapshotReport
+    from .planning.solve import Solution
     from .serving.report import ServingReport
     from .serving.service import Service
     from .traces.explain import Explanation
 
-__all__ = ["compare", "estimate", "explain", "fix", "measure", "meter", "plan", "records", "serve", "simulate", "write"]
+__all__ = ["compare", "estimate", "explain", "fix", "measure", "meter", "plan", "records", "serve", "simulate", "solve",
+           "write"]  # fmt: skip
 
 
 def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None) -> Report:
@@ -69,8 +72,9 @@ def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H1
     `service` says how it is served (`lab.Service`; by default vLLM on one GPU, one request). The steps of the engine
     are made of kernels that NVIDIA measured on the GPU (hardware/engine_kernels), the load is replayed through a
     scheduler with continuous batching and chunked prefill. On deployments that others measured, the time per output
-    token is 11 % off at the median, the time to the first token 30 % (benchmarks/results/serving.md). Raises SpecError
-    for a service that cannot be and UnknownName for an unknown model or GPU.
+    token is 11 % off at the median, the time to the first token 30 % (benchmarks/results/serving.md). llama.cpp's steps
+    take as long as its bytes, 10 % off at the median of published speeds. Raises SpecError for a service that cannot be
+    and UnknownName for an unknown model or GPU.
     """
     from .serving.report import served
     from .serving.service import Service
@@ -292,24 +296,36 @@ def write(model: ModelLike, run: Training, gpus: str, folder: str | os.PathLike[
 @overload
 def fix(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None) -> Fix: ...
 @overload
-def fix(model: str) -> OutOfMemory | DriverError: ...
+def fix(model: str | Path, *, against: str | Path | None = None) -> OutOfMemory | DriverError | SnapshotReport: ...
 def fix(
-    model: ModelLike, run: Run | None = None, gpu: GPU | str | None = None, cluster: Cluster | None = None
-) -> Fix | OutOfMemory | DriverError:
+    model: ModelLike | Path,
+    run: Run | None = None,
+    gpu: GPU | str | None = None,
+    cluster: Cluster | None = None,
+    *,
+    against: str | Path | None = None,
+) -> Fix | OutOfMemory | DriverError | SnapshotReport:
     """Return what would make `run` of `model` smaller on `gpu`: each change, the bytes it saves and the time it costs.
 
     Given torch's out-of-memory message alone, return its numbers one by one, and whether expandable_segments would
     have helped. All by formulas, which are derived first where `estimate` does so: that takes seconds for each change.
-    Raises SpecError for a text that is no such message, and as `estimate` does.
+    Given the path of a snapshot that torch.cuda.memory._dump_snapshot wrote, return its peak by part and by place, its
+    holes and what grew between steps, compared with a second one if there is `against`. No code in it is run.
+    Raises SpecError for a text that is no such message and a file that is no snapshot, and as `estimate` does.
     """
     from .planning.levers import derived
     from .planning.levers import fix as fixed
     from .planning.out_of_memory import explained
+    from .planning.snapshot import snapshot_report
+    from .recording.snapshot import is_snapshot
 
-    if run is None and gpu is None and isinstance(model, str):
-        return explained(model)
-    if run is None or gpu is None:
-        raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error")
+    if run is None and gpu is None and isinstance(model, (str, Path)):
+        if is_snapshot(model):
+            return snapshot_report(model, against)
+        return explained(str(model))
+    if run is None or gpu is None or isinstance(model, Path):
+        raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error, or the "
+                        "path of a memory snapshot")  # fmt: skip
     if isinstance(run, Training) and run.objective.generates:
         raise SpecError(f"fix with method={run.method!r}: no lever knows the phase that generates; give the run as "
                         "method='sft', or ask lab.estimate for each change")  # fmt: skip
@@ -317,14 +333,38 @@ def fix(
     return replace(found, report=_assuming(found.report, find_model(model), run, gpu))
 
 
+def solve(
+    model: ModelLike, run: Run, gpu: GPU | str | None = None, name: str = "seq_len", *, simulate: bool = True
+) -> Solution:
+    """Return the largest `name` with which `run` of `model` fits `gpu`, or the smallest GPU of NVIDIA on which it fits.
+
+    `name` is "seq_len", "micro_batch" or "lora_rank" of a Training, "seq_len" (prompt and new tokens) or "batch" of an
+    Inference, or "gpu", without `gpu`. Sequences are multiples of 128 tokens. Estimates bracket the answer, and
+    simulations that leave 4 % of the GPU free find it to a 32nd; without `simulate`, or without torch, it is the last
+    value that is sure to fit by its estimate. The solution's `value` is None if nothing fits, and its notes then say
+    what would. Raises SpecError for a `name` that the run does not have, and as `estimate` does.
+    """
+    from .planning.solve import solved
+
+    spec = find_model(model)
+    found = solved(spec, run, None if gpu is None else find_gpu(gpu), name, simulate)
+    return replace(found, notes=(*found.notes, *_assumptions(spec, found.run or run, gpu)))
+
+
 def _assuming(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
-    """Return `report` with notes, behind its first, on the memory of a GPU whose name leaves that open, and on a step
-    with more tokens than the model's config has positions."""
+    """Return `report` with the notes of `_assumptions` behind its first."""
+    assumed = _assumptions(spec, run, gpu)
+    return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
+
+
+def _assumptions(spec: ModelSpec, run: Run, gpu: GPU | str | None) -> tuple[Note, ...]:
+    """Return notes on the memory of a GPU whose name leaves that open, and on a step with more tokens than the model's
+    config has positions."""
     assumed = assumed_memory(gpu)
     if run.seq_len > spec.max_positions:
         limit = f"The config of {spec.name} has {spec.max_positions:,} positions, and the run has {run.seq_len:,}"
         assumed += (Note("beyond-positions", f"{limit}. Memory and time do not depend on this limit."),)
-    return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
+    return assumed
 
 
 def _with_generation(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:

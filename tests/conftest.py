@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from llmlab.ranks import launch as launching
 
-# The benchmarks are scripts, not a package: they import each other as `python benchmarks/peers.py` does.
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmarks, which nobody installs
 
 # deadline: a slow machine is not a failure.
 settings.register_profile(

@@ -33,7 +33,7 @@ from llmlab.base.version import BOOK  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*/[RH]*.md")]
 
 
 def read(name):
@@ -71,7 +71,7 @@ def test_continuous_integration_runs_the_command_that_the_readme_gives():
     assert run_lines(ROOT / ".github/workflows/ci.yml") == ["make test"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_command_that_a_document_shows_exists(document):
     """Of make's targets, and of files that Python runs."""
     for block in re.findall(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
@@ -79,7 +79,7 @@ def test_a_command_that_a_document_shows_exists(document):
         assert all((ROOT / script).is_file() for script in re.findall(r"\bpython ([\w/]+\.py)", block))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_link_of_a_document_leads_to_a_file(document):
     text = document.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith("http")]

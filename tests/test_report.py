@@ -112,6 +112,14 @@ def test_without_a_measurement_the_comparison_says_so():
     assert len(lab.Comparison((guess,)).explain()) == 1 and not lab.Comparison((guess,)).relative_errors()
 
 
+def test_the_sentence_between_two_runs_is_the_difference_of_their_peaks():
+    run = lab.Training(precision="fp16", checkpointing="full")
+    both = lab.Comparison(tuple(lab.estimate("gpt2", replace(run, micro_batch=size), "T4") for size in (1, 4)))
+    more = both.reports[1].peak_allocated - both.reports[0].peak_allocated
+    assert both.names == ["micro_batch 1", "micro_batch 4"]
+    assert f"micro_batch 4 needs {show_bytes(more)} more than micro_batch 1" in both.explain()[0]
+
+
 def test_compare_on_a_card_puts_records_beside_the_estimate():
     records = lab.records("TinyLlama/TinyLlama-1.1B-Chat-v1.0", gpu="T4")
     published = next(r for r in records if r.run.quantization is None)

@@ -19,14 +19,15 @@ from llmlab.base.units import GiB, MiB
 from llmlab.plots.canvas import FAINT, MUTED, PALETTE, SMALL, Picture, styled
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-from throughput_rows import rows  # noqa: E402
-from ultrascale import CLASSES, condition, jobs  # noqa: E402
-from ultrascale import ROWS as SWEEP  # noqa: E402
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.time.throughput import PREDICTIONS  # noqa: E402
+from benchmarks.time.throughput_rows import rows  # noqa: E402
+from benchmarks.time.ultrascale import CLASSES, condition, jobs  # noqa: E402
+from benchmarks.time.ultrascale import ROWS as SWEEP  # noqa: E402
 
 MODEL, CARD = "meta-llama/Llama-3.1-8B", "A100-80GB"
-RESULTS = BENCHMARKS / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 STATIC = ROOT / "book" / "_static"
 
 
@@ -86,7 +87,7 @@ def predicted(steps: list[Prediction], others: list[Prediction]) -> Picture:
 def published_speeds() -> list[tuple[float, float]]:
     """Return predicted and measured tokens/s per GPU of the rows that nobody had compared when they were predicted."""
     measured = {row.id: row.measured for row in rows()}
-    rounds = json.loads((BENCHMARKS / "predictions.json").read_text(encoding="utf-8"))["rounds"]
+    rounds = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["rounds"]
     predictions = {id: rates for each in rounds for id, rates in each["predicted"].items() if rates}
     return [(rates[0], measured[id]) for id, rates in predictions.items()]
 

@@ -46,7 +46,7 @@ def records(
             short = [name.rpartition("/")[2] for name in known]
             raise unknown_name("model", model, [*known, *short], "See `llmlab models` and `llmlab records`.")
     wanted_gpu = None if gpu is None else gpu_name(gpu, {recorded_gpu(report) for report in loaded})
-    found = [
+    matches = [
         report
         for report in loaded
         if (model is None or _preset_name(report.model) == wanted_model)
@@ -54,7 +54,7 @@ def records(
         and (wanted_gpu is None or recorded_gpu(report) == wanted_gpu)
         and (source is None or report.source == source)
     ]
-    return sorted(found, key=lambda report: report.environment.get("date", ""), reverse=True)  # stable: as published
+    return sorted(matches, key=lambda report: report.environment.get("date", ""), reverse=True)  # stable: as published
 
 
 def held_out(report: Report) -> bool:
@@ -64,14 +64,14 @@ def held_out(report: Report) -> bool:
 
 def load(kind: str, build: Callable[[dict[str, Any]], Record], folder: Path | str | None = None) -> list[Record]:
     """Return every record of `kind`, warning of each that was refused; `folder` None: the package's and the user's."""
-    found: list[Record] = []
+    result: list[Record] = []
     for place in store.folders() if folder is None else (Path(folder),):
         stamp = tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in store.files(place))
         built, refusals = _read(kind, build, place, stamp)
-        found += built
+        result += built
         for refusal in refusals:
             warnings.warn(str(refusal), RecordWarning, stacklevel=_callers())
-    return found
+    return result
 
 
 def _callers() -> int:

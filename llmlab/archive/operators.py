@@ -18,9 +18,9 @@ class OperatorRecord:
     """One operator, measured once: `value` in `unit`, seconds for metric "time", bytes for metric "memory".
 
     `provider` is whose implementation ran: "huggingface" is plain PyTorch, "torch_compile" the same compiled, "liger"
-    the Triton kernel; of benchmarks/kernel_times.py "naive", "pytorch" and "llmlab" are our rungs, "sdpa" is PyTorch's
-    fused attention, "llmlab-sweep" ours with the tiles, warps and stages in `options` (none: what it chooses itself).
-    `mode`: "forward", "backward", or "full", both. `sizes` carries the names of the benchmark it
+    the Triton kernel; of benchmarks/kernels/kernel_times.py "naive", "pytorch" and "llmlab" are our rungs, "sdpa" is
+    PyTorch's fused attention, "llmlab-sweep" ours with the tiles, warps and stages in `options` (none: what it chooses
+    itself). `mode`: "forward", "backward", or "full", both. `sizes` carries the names of the benchmark it
     comes from (B or bsz, T, V, H, ...), `options` what else it stated; `dtype` is None where it stated none.
     """
 
@@ -74,11 +74,11 @@ def operator_records(
 
 def swept(records: Iterable[OperatorRecord]) -> list[tuple[OperatorRecord, OperatorRecord]]:
     """Return (with what the kernel chooses, with the fastest setting) for each kernel, pass, size and card swept."""
-    found: dict[tuple, list[OperatorRecord]] = {}
+    groups: dict[tuple, list[OperatorRecord]] = {}
     for one in records:
-        found.setdefault((one.gpu, one.operator, one.mode, one.dtype, *sorted(one.sizes.items())), []).append(one)
-    chosen = {key: next((one for one in group if not one.options), None) for key, group in found.items()}
-    return [(own, min(found[key], key=lambda one: one.value)) for key, own in chosen.items() if own]
+        groups.setdefault((one.gpu, one.operator, one.mode, one.dtype, *sorted(one.sizes.items())), []).append(one)
+    chosen = {key: next((one for one in group if not one.options), None) for key, group in groups.items()}
+    return [(own, min(groups[key], key=lambda one: one.value)) for key, own in chosen.items() if own]
 
 
 def sweep(data: Mapping[str, Any]) -> tuple[OperatorRecord, ...]:

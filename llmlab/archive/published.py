@@ -57,7 +57,7 @@ class Figure:
 
 def figures() -> dict[str, Figure]:
     """Return every published figure by its key."""
-    return {found.key: found for found in load("figures", Figure.from_dict)}
+    return {figure.key: figure for figure in load("figures", Figure.from_dict)}
 
 
 def figure(key: str) -> Figure:

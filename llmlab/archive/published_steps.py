@@ -48,21 +48,21 @@ def megatron_iterations() -> list[PublishedStep]:
     """Return the eight iterations of Korthikanti et al. (arXiv 2205.05198, table 5), 22B to 1T on 8 to 512 A100s, and
     the 530B model's on 2240, data parallel. Attention is eager: its scores are in memory."""
     timed, setup = figure("recomputation-iteration-time"), figure("recomputation-iteration-setup")
-    found = []
+    steps = []
     for size in ("22B", "175B", "530B", "1T"):
         of = {label.split(": ")[1]: int(value) for label, value in setup.values.items() if label.startswith(f"{size}:")}
         config = gpt(of["hidden"], of["layers"], of["heads"], 51200, 2048, 0.1)
         for kind, label in KINDS.items():
             run = megatron_run(of, kind)
             seconds = timed[f"{size}: {label}"]
-            found.append(
+            steps.append(
                 PublishedStep(f"{size} {kind}", config, run, "A100-80GB", "InfiniBand-HDR", seconds)
             )
             if size == "530B" and kind == "selective":
                 more = figure("recomputation-data-parallel-time")["2240 GPUs"]
                 run = megatron_run(of, kind, dp=8)
-                found.append(PublishedStep("530B dp 8", config, run, "A100-80GB", "InfiniBand-HDR", more))
-    return found
+                steps.append(PublishedStep("530B dp 8", config, run, "A100-80GB", "InfiniBand-HDR", more))
+    return steps
 
 
 def megatron_run(of: dict[str, int], kind: Checkpointing, dp: int = 1) -> Training:
@@ -100,7 +100,7 @@ def foundry_scaling() -> list[PublishedStep]:
     loss is flash-attn's, its models' default (llmfoundry/models/mpt/modeling_mpt.py).
     """
     sizes = {"7B": (4096, 32, 32, 6, 3), "3B": (2560, 32, 20, 8, 2), "1B": (2048, 24, 16, 12, 2)}
-    found = []
+    steps = []
     for label, rate in figure("llm-foundry-scaling").values.items():
         size, cards = label.split(", ")
         hidden, layers, heads, micro_batch, zero = sizes[size]
@@ -110,10 +110,10 @@ def foundry_scaling() -> list[PublishedStep]:
             attention="efficient" if dp == 8 else "flash",
         )  # fmt: skip
         config = gpt(hidden, layers, heads)
-        found.append(
+        steps.append(
             PublishedStep(f"{size} {dp}", config, run, "H100-80GB", "InfiniBand-NDR", micro_batch * 2048 / rate)
         )
-    return found
+    return steps
 
 
 def llama_405b() -> list[PublishedMFU]:

@@ -1,9 +1,20 @@
-"""Writing files that others read."""
+"""Files: writing those that others read, and whose code one holds."""
 
 from __future__ import annotations
 
 import os
+import sys
+from functools import cache
 from pathlib import Path
+
+OURS = os.path.dirname(os.path.dirname(__file__))
+
+
+@cache
+def is_library(file: str) -> bool:
+    """Return whether code in `file`, of this machine or another, is a library's, Python's or ours, not the user's."""
+    pieces = ("site-packages", "dist-packages", "/lib/python3", "torchinductor_")
+    return any(each in file for each in pieces) or file.startswith((sys.base_prefix, OURS, "<frozen"))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

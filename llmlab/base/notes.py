@@ -31,4 +31,4 @@ def notes_to_json(notes: Iterable[Note]) -> list[dict[str, str]]:
 
 def notes_from_json(entries: Iterable[Mapping[str, str] | str]) -> tuple[Note, ...]:
     """Return the notes that `notes_to_json` wrote; a plain string, as in older records, becomes a note of code ""."""
-    return tuple(Note("", each) if isinstance(each, str) else Note(each["code"], each["text"]) for each in entries)
+    return tuple(Note("", entry) if isinstance(entry, str) else Note(entry["code"], entry["text"]) for entry in entries)

@@ -53,6 +53,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 PHASES = {  # in a sentence
     "load": "loading", "generate": "generation", "forward": "the forward pass", "backward": "the backward pass",
     "optimizer": "the optimizer step", "prefill": "prefill", "decode": "decoding",
+    "no-grad": "forward passes without gradients", "saving": "checkpoint saving",
 }  # fmt: skip
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "workspace", "other")
 TRAINING_PHASES = ("load", "generate", "forward", "backward", "optimizer")

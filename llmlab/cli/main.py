@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from .. import hardware, verbs
 from ..base.errors import SCRIPT_FAILED, LabWarning, NotAvailable, ScriptFailed, SpecError, UnknownName
@@ -24,20 +25,18 @@ from ..base.tables import Table, Tabular, show
 from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
 from ..hardware.doctor import doctor as check_machine
-from ..hardware.gpu import DTYPES
+from ..hardware.gpu import DTYPES, GPU
 from ..hardware.gpu import gpu as find_gpu
+from ..report import Comparison, Report
 from ..specs.generic import UNBOUNDED
 from ..specs.hub_cache import download_config
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
 from ..specs.run import Training
-from .options import EXIT_CODES, MODEL, cluster_from, cluster_options, run_from, spec_options
+from .options import EXIT_CODES, MODEL, changed, cluster_from, cluster_options, run_from, spec_options
 from .plan import add_plan
 from .run import add_run
 from .serve import add_serve
-
-if TYPE_CHECKING:
-    from ..report import Report
 
 EXIT = {"fits": 0, "out of memory": 1, "unknown": 2}
 INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
@@ -102,26 +101,61 @@ def _answer(report: Report, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(help="GPU (a name listed by `llmlab gpus`), or cpu. Without --gpu, the command prints the memory needed, but "
-      "cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
+@_gpu(help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu. Without --gpu, the command "
+      "prints the memory needed, but cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
+@click.option("--vs", metavar="OPTIONS",
+              help="Show a second run beside this one: the same options, except those given here in quotes, for "
+              "example --vs '--zero 3 --checkpointing full'. The exit code is that of the first run.")  # fmt: skip
+@click.option("--lengths", metavar="FILE", help="Lengths of the training sequences in tokens, one per line or as a "
+              "JSON list, instead of --seq-len. Batches are padded to their longest sequence.")  # fmt: skip
 @cluster_options
 @_json
-def estimate(context: click.Context, model: str, gpu: str | None, power: float | None, as_json: bool, **_: Any) -> int:
+def estimate(context: click.Context, vs: str | None, lengths: str | None, as_json: bool, **_: Any) -> int:
     """Estimate memory and time of a run with closed formulas.
 
     This takes milliseconds.
     """
-    if power is not None and gpu is None:
+    if lengths is not None:
+        if vs is not None:
+            raise SpecError("--lengths and --vs exclude each other; leave out one of them")
+        return _of_lengths(context, lengths, as_json)
+    report = _estimated(context)
+    if vs is None:
+        return _answer(report, as_json)
+    both = Comparison((report, _estimated(changed(context, vs, "--vs"))))
+    _print(both.to_json() if as_json else both)
+    return EXIT[report.outcome]
+
+
+def _estimated(context: click.Context) -> Report:
+    return verbs.estimate(context.params["model"], run_from(context), _card(context), cluster_from(context))
+
+
+def _card(context: click.Context) -> GPU | str | None:
+    name, power = context.params["gpu"], context.params["power"]
+    if power is not None and name is None:
         raise SpecError("--power needs --gpu; name the GPU that has this power limit")
-    card = gpu if gpu is None or power is None else find_gpu(gpu, power)
-    return _answer(verbs.estimate(model, run_from(context), card, cluster_from(context)), as_json)
+    return name if name is None or power is None else find_gpu(name, power)
+
+
+def _of_lengths(context: click.Context, file: str, as_json: bool) -> int:
+    from ..planning.lengths import padded, read_lengths
+
+    run = run_from(context)
+    if not isinstance(run, Training):
+        raise SpecError("--lengths is for training steps; leave out the options of generation")
+    if context.get_parameter_source("seq_len") is ParameterSource.COMMANDLINE:
+        raise SpecError("--lengths and --seq-len both say how long sequences are; leave out one of them")
+    found = padded(context.params["model"], run, _card(context), read_lengths(file), cluster_from(context))
+    _print(_dump(found.to_dict()) if as_json else found)
+    return EXIT[found.worst.outcome]
 
 
 @_verb
 @_model
-@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`), or cpu.")
+@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu.")
 @_json
 def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
     """Simulate a run without a GPU.
@@ -150,6 +184,29 @@ def explain(context: click.Context, model: str, gpu: str, latex: bool, as_json: 
 
 
 explain.epilog = "Exit codes: 0 = the formula is printed; 2 = invalid input, or the step has no formula."
+
+
+@_verb
+@_model
+@click.option("--for", "name", required=True, metavar="SIZE",
+              help="seq-len, micro-batch or lora-rank of a training run, seq-len or batch of a generation, or gpu.")
+@_gpu(help="GPU that the run must fit (a name listed by `llmlab gpus`, or a memory such as 48GB); not with --for gpu.")
+@click.option("--simulate/--no-simulate", default=True, show_default=True,
+              help="Confirm the answer by simulation, which takes minutes, or by estimates alone.")  # fmt: skip
+@_json
+def solve(
+    context: click.Context, model: str, name: str, gpu: str | None, simulate: bool, as_json: bool, **_: Any
+) -> int:
+    """Find the largest size of a run that fits a GPU, or the smallest GPU.
+
+    For example, --for seq-len finds the longest sequence. The size itself need not be given.
+    """
+    found = verbs.solve(model, run_from(context), gpu, name.replace("-", "_"), simulate=simulate)
+    _print(_dump(found.to_dict()) if as_json else found)
+    return EXIT[found.outcome]
+
+
+solve.epilog = "Exit codes: 0 = a size or a GPU fits; 1 = none fits; 2 = unknown or invalid input."
 
 
 @_verb

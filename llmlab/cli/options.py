@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -138,8 +139,28 @@ def run_from(context: click.Context) -> Run:
     return Training(**given)
 
 
+def changed(context: click.Context, options: str, flag: str) -> click.Context:
+    """Return the context of the same command line with the `options` that `flag` gave in the place of its own."""
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise SpecError(f"{flag} {options!r} cannot be read: {error}; give options in quotes") from None
+    if not words or not words[0].startswith("-"):
+        raise SpecError(f"{flag} {options!r} has no option; give, for example, {flag} '--zero 3'")
+    other = context.command.make_context(context.info_name, [context.params["model"], *words], parent=context.parent)
+    if other.params.get(flag.lstrip("-")) is not None:
+        raise SpecError(f"{flag} inside of {flag}; compare two runs at a time")
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if source is ParameterSource.COMMANDLINE and other.get_parameter_source(name) is not source:
+            other.params[name] = value
+            other.set_parameter_source(name, source)
+    return other
+
+
 def _half(context: click.Context) -> str:
-    """Return the half precision that the command's device computes fast, bf16 where none is named; fp32 on a CPU."""
+    """Return the half precision that the command's device computes fast, bf16 where none is named; fp32 on a CPU and on
+    a GPU without one."""
     name = context.params.get("gpu")
     if name is None and context.info_name in ("measure", "compare"):  # on this machine
         here, device = host(), context.params.get("device") or ""
@@ -148,7 +169,7 @@ def _half(context: click.Context) -> str:
         return "bf16" if here.supports_bf16 else "fp16"
     if isinstance(name, str) and name.lower() == "cpu":
         return "fp32"
-    return "bf16" if name is None or find_gpu(name).supports_bf16 else "fp16"
+    return "bf16" if name is None else next(half for half in ("bf16", "fp16", "fp32") if find_gpu(name).peak(half))
 
 
 def _from_config(config: str, given: dict[str, Any]) -> Training:

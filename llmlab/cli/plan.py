@@ -12,6 +12,7 @@ import click
 from .. import verbs
 from ..base.errors import SpecError
 from ..base.tables import Tabular
+from ..recording.snapshot import is_snapshot
 from .options import cluster_from, cluster_options, run_from, spec_options
 
 
@@ -64,31 +65,47 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
             raise click.Abort
         return 0 if found else 1
 
-    def fix(context: click.Context, model: str | None, gpu: str | None, as_json: bool, **_: Any) -> int:
+    def fix(context: click.Context, words: tuple[str, ...], gpu: str | None, as_json: bool, **_: Any) -> int:
         """List changes that reduce the memory of a run.
 
         Changes that cost the least time per GiB saved come first.
 
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder. Without MODEL, explain
         PyTorch's out-of-memory message, which is read from stdin: llmlab fix < log.txt
+
+        SNAPSHOT is a file that torch.cuda.memory._dump_snapshot wrote. The answer is its peak by part and by module,
+        its fragmentation, and what grew between steps; a second one, of another moment or rank, is compared with it.
         """
-        if model is None:
-            message = verbs.fix(sys.stdin.read())
-            show(json.dumps(message.to_dict(), indent=1) if as_json else message)
+        snapshots, models = [word for word in words if is_snapshot(word)], [w for w in words if not is_snapshot(w)]
+        if len(snapshots) > 2 or len(models) > 1:
+            raise SpecError(f"fix got {' '.join(words)}; give at most two snapshots and one MODEL")
+        answers: dict[str, Any] = {}
+        if snapshots:
+            answers["snapshot"] = verbs.fix(snapshots[0], against=snapshots[1] if len(snapshots) == 2 else None)
+        if not words:
+            answers["message"] = verbs.fix(sys.stdin.read())
+        if models:
+            if gpu is None:
+                raise SpecError("fix needs --gpu NAME if a MODEL is given; `llmlab gpus` lists the names")
+            answers["changes"] = verbs.fix(models[0], run_from(context), gpu, cluster_from(context))
+        if as_json:
+            data = {name: answer.to_dict() for name, answer in answers.items()}
+            show(json.dumps(data if len(data) > 1 else data.popitem()[1], indent=1, default=dict))
+        else:
+            for answer in answers.values():
+                show(answer)
+        if not models:
             return 0
-        if gpu is None:
-            raise SpecError("fix needs --gpu NAME if a MODEL is given; `llmlab gpus` lists the names")
-        found = verbs.fix(model, run_from(context), gpu, cluster_from(context))
-        show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
+        found = answers["changes"]
         outcomes = {found.report.outcome, *(each.report.outcome for each in found.levers)}
         return 0 if "fits" in outcomes else 2 if "unknown" in outcomes else 1
 
     made = group.command(
-        epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message was explained; 1 = no "
-        "single change makes it fit; 2 = unknown or invalid input."
+        epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message or snapshot was explained; "
+        "1 = no single change makes it fit; 2 = unknown or invalid input."
     )(
         click.pass_context(
-            click.argument("model", required=False)(
+            click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")(
                 click.option(
                     "--gpu", metavar="NAME", help="GPU (a name listed by `llmlab gpus`), or cpu; required with MODEL."
                 )(

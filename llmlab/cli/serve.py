@@ -73,7 +73,7 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
 
 
 def _option(name: str, default: Any) -> click.Option:
-    shares = ("rate", "gpu_memory_utilization", "range_ratio", "prefix_hit")
+    shares = ("rate", "gpu_memory_utilization", "range_ratio", "prefix_hit", "cpu_memory_gb_s")
     kind: Any = str if isinstance(default, str) else float if name in shares else int
     shown = None if name == "tp" or default is None else str(default)
     return click.Option([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name], show_default=shown or False)
@@ -93,13 +93,17 @@ def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as
     if users < 1:
         raise SpecError(f"--users {users}: give 1 or more")
     spec, card = find_model(model), find_gpu(gpu)
-    tokens, share = longest_context(spec, service, card, users), least_utilization(spec, service, card, users)
-    length = service.prompt_len + service.output_len
+    tokens = longest_context(spec, service, card, users)
+    share = None if service.engine == "llama.cpp" else least_utilization(spec, service, card, users)
     if as_json:
         show(_dump({"longest_context": tokens, "gpu_memory_utilization": share}))
     else:
+        words = f"Each of {users:,} users can have {tokens:,} tokens"
+        if service.engine == "llama.cpp":
+            show(f"{words} with all layers, or --n-gpu-layers of them, on the GPU.")
+            return 0 if tokens else 1
         least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than a {card.name} has"
-        show(f"Each of {users:,} users can have {tokens:,} tokens. Requests of {length:,} tokens need {least}.")
+        show(f"{words}. Requests of {service.prompt_len + service.output_len:,} tokens need {least}.")
     return 0 if tokens else 1
 
 
@@ -119,7 +123,9 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
     elif options:
         show(deployment_table(options))
         card = find_gpu(options[0].point.gpu)
-        if apart := separated(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], card):
+        level = service.rate, limits["ttft"], limits["tpot"]
+        apart = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, card)
+        if apart:
             gpus = f"{apart.prefill} GPUs for prompts and {apart.decode} for answers (tp={apart.tp})"
             times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
             show(f"With prefill and decode on separate {card.name}: {gpus}, {times}.")

@@ -134,7 +134,7 @@ def reports(gpu: str = GPU) -> dict[str, Report]:
 
 def plot_ladder(chapter: str, gpu: str = "") -> Picture:
     """Return a drawing of the job up to `chapter`: the peak memory of a GPU against the memory that it has, and the
-    speed. In part one this is the time per update, in part two the tokens per second and GPU. `gpu` replaces the
+    speed. In part one this is the time per update, in part two the tokens per second per GPU. `gpu` replaces the
     GPU of all rungs."""
     every = states(chapter)
     drawn = [(state, estimated(state.model, state.run, gpu or state.gpu)) for state in every]

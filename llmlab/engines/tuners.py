@@ -129,6 +129,8 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     if options is not None and options.distributed_fused_adam:
         given = f"distributed_fused_adam={options.distributed_fused_adam!r}"
         raise SpecError(f"{given} is NeMo 1's: Megatron-LM has no such argument; leave it out")
+    if options is not None and options.deepspeed:
+        raise SpecError("deepspeed=True is Megatron-DeepSpeed, which has other arguments; leave it out")
     if options is not None and not options.async_tensor_model_parallel_allreduce:
         given = "async_tensor_model_parallel_allreduce=False"
         raise SpecError(f"{given}: Megatron-LM of today has no such argument; leave it out")

@@ -1,10 +1,9 @@
-"""What backward computes again: how many blocks, and of them all or parts.
+"""What the backward pass recomputes: how many blocks, whole or in part.
 
-    "full"        whole blocks: all, but of Megatron-LM's recompute_method="block"; of "uniform" however many it keeps
-                  one input of
-    "selective"   of all blocks what is not kept; torchtitan's "selective_layers" one of `every` blocks, whole
-                  (torchtitan/distributed/activation_checkpoint.py, _apply_layer_sac), Megatron-LM's the modules that
-                  recompute_modules names (transformer_layer.py, attention.py)
+    "full"        whole blocks: all of them, except with Megatron-LM's recompute_method="block", which recomputes some
+    "selective"   in every block the tensors that are not saved. torchtitan's "selective_layers" recomputes every n-th
+                  block, whole (torchtitan/distributed/activation_checkpoint.py, _apply_layer_sac), and Megatron-LM the
+                  modules in recompute_modules (transformer_layer.py, attention.py)
 """
 
 from __future__ import annotations
@@ -15,36 +14,36 @@ from ..specs.stages import layers_of
 
 
 def blocks_again(spec: ModelSpec, run: Training) -> int:
-    """Return of how many blocks backward computes something again."""
+    """Return the number of blocks of which the backward pass recomputes at least a part."""
     if run.checkpointing is None:
         return 0
     return sum(stack_of(run).blocks_again(run, layers) for layers in layers_of(spec, run))
 
 
 def whole_blocks_again(spec: ModelSpec, run: Training) -> int:
-    """Return how many blocks backward computes again from end to end."""
+    """Return the number of blocks that the backward pass recomputes as a whole."""
     return blocks_again(spec, run) if run.checkpointing == "full" or stack_of(run).recomputes_one_in else 0
 
 
 def share_again(spec: ModelSpec, run: Training) -> float:
-    """Return the share of the blocks of which backward computes something again."""
+    """Return the fraction of the blocks of which the backward pass recomputes at least a part."""
     return blocks_again(spec, run) / spec.layers
 
 
 def whole_again(spec: ModelSpec, run: Training) -> float:
-    """Return the share of the blocks that backward computes again from end to end."""
+    """Return the fraction of the blocks that the backward pass recomputes as a whole."""
     return whole_blocks_again(spec, run) / spec.layers
 
 
 def module_again(run: Training, module: str) -> bool:
-    """Whether "selective" of Megatron-LM computes `module` of every block again, "core_attn" or "mlp"."""
+    """Whether Megatron-LM's "selective" recomputes `module` ("core_attn" or "mlp") of every block."""
     return run.checkpointing == "selective" and module in stack_of(run).recompute_modules
 
 
 def attentions_again(spec: ModelSpec, run: Training, fused: bool) -> int:
-    """Return in how many blocks backward computes attention's scores again, beside what a `fused` kernel does within
-    its backward pass. "selective" keeps what such a kernel returned, where its list has that; Megatron-LM runs the
-    module that it names, whatever computes it."""
+    """Return the number of blocks in which checkpointing recomputes attention scores, in addition to the recomputation
+    inside the backward pass of a `fused` kernel. "selective" saves the output of such a kernel if its list contains it.
+    Megatron-LM recomputes the module, whichever kernel runs in it."""
     if whole := whole_blocks_again(spec, run):
         return whole
     stack = stack_of(run)

@@ -55,6 +55,6 @@ def moved(inputs: int, outputs: int, width: int, compute: int) -> tuple[float, f
     weights = inputs * outputs
     zeros = weights / GPTQ_GROUP
     copied = width + compute if compute != width else 0
-    each = (4 + 1) + (1 + 1) + (1 + 1) + (1 + width) + copied
+    per_weight = (4 + 1) + (1 + 1) + (1 + 1) + (1 + width) + copied
     of_group = (4 + 1) + (1 + 1) + (1 + 1) + 1 + width  # to int8, & 15, plus one; read by - and ·
-    return (0.5 + 4) * (weights + zeros), each * weights + of_group * zeros
+    return (0.5 + 4) * (weights + zeros), per_weight * weights + of_group * zeros

@@ -35,11 +35,11 @@ def checkpoint_bytes(model: ModelLike, run: Training) -> int:
     return weights + resident.optimizer
 
 
-def save_seconds(size: int, writers: int, each: float, storage: float) -> float:
+def save_seconds(size: int, writers: int, rate: float, storage: float) -> float:
     """Return the s that `writers` need to write `size` bytes, if each sends `each` bytes/s and the storage accepts
     `storage` bytes/s in total."""
-    _positive(writers=writers, each=each, storage=storage)
-    return size / min(writers * each, storage)
+    _positive(writers=writers, each=rate, storage=storage)
+    return size / min(writers * rate, storage)
 
 
 def mtbf(units: int, of_one: float) -> float:

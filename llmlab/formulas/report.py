@@ -28,7 +28,7 @@ from .time.kernels import kernels
 from .time.operators import durations, logits_of
 from .time.step import Traced, tokens_of, utilisation
 from .time.timing import timing
-from .verdict import DRAWN, Kind, Verdict, kind, largest_context, plainness, verdict
+from .verdict import DRAWN, MEGATRON_DEEPSPEED, Kind, Verdict, kind, largest_context, plainness, verdict
 
 PAGED_STATES = Note(
     "paged-states",
@@ -50,11 +50,11 @@ def assessed(
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
     run = check(spec, run, card)
-    trace, held = None, None
+    trace, memory = None, None
     if card and not spec.has_formulas and has_trace(run) and (trace := find(spec, run, card)):
-        held = _traced(trace, run)
-    held = held or _held(spec, run, card, cpu)
-    peaks, peak = held.peaks, held.peak
+        memory = _traced(trace, run)
+    memory = memory or _memory(spec, run, card, cpu)
+    peaks, peak = memory.peaks, memory.peak
     sort, fit = kind(spec, run, peak), Verdict("unknown", 0, 0)
     if card:
         fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec))
@@ -68,14 +68,14 @@ def assessed(
         run=run,
         gpu=card.name if card else ("cpu" if cpu else None),
         outcome="unknown" if fit.outcome == "out of memory" and not over else fit.outcome,
-        where=_first_over(held.stages, card.room(run.world_size)) if card and over else None,
+        where=_first_over(memory.stages, card.room(run.world_size)) if card and over else None,
         peak_at=peak.name,
         peak_allocated=peaks[0],
         needed=fit.least if over else None,
         capacity=card.memory if card else None,
-        phases=dict(held.phases),
+        phases=dict(memory.phases),
         parts={part: size for part, size in peak.parts.items() if size},
-        detail={"activations": dict(held.kept)} if isinstance(run, Training) else {},
+        detail={"activations": dict(memory.activations)} if isinstance(run, Training) else {},
         flops=counted.total // run.world_size,
         step_seconds=seconds,
         step_seconds_low=time.low,
@@ -107,10 +107,10 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
         totals = [moment.total for moment in moments]
         peak = moments[totals.index(max(totals))]
         total = max(total, *totals)
-        found = verdict(total, card, run.world_size, kind(spec, run, peak).holes, plainness(spec))
-        if found.outcome == "out of memory":
+        fit = verdict(total, card, run.world_size, kind(spec, run, peak).holes, plainness(spec))
+        if fit.outcome == "out of memory":
             break
-    return found
+    return fit
 
 
 def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
@@ -118,7 +118,7 @@ def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
     return isinstance(run, Training) and run.compile and not share_of(spec, run, card).compiled
 
 
-class _Held(NamedTuple):
+class _Memory(NamedTuple):
     """The moments of all pipeline stages, each with its bytes, and the peaks; of the first one the moment of its peak,
     the peak of each phase, and what blocks keep at the end of forward, by kind."""
 
@@ -126,28 +126,28 @@ class _Held(NamedTuple):
     peaks: list[int]
     peak: Moment
     phases: dict[str, int]
-    kept: dict[str, int]
+    activations: dict[str, int]
 
 
-def _held(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> _Held:
+def _memory(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> _Memory:
     if isinstance(run, Training):
-        return _held_in_training(spec, run, card and _alike(card, run), cpu)
+        return _training_memory(spec, run, card and _alike(card, run), cpu)
     return _summed([inference_moments(spec, run, card)], {})
 
 
 @lru_cache(maxsize=64)  # who asks for a run on one card asks for it on others
-def _held_in_training(spec: ModelSpec, run: Training, card: GPU | None, cpu: bool) -> _Held:
+def _training_memory(spec: ModelSpec, run: Training, card: GPU | None, cpu: bool) -> _Memory:
     stages = [step_memory(share_of(spec, run, card, cpu, stage)) for stage in range(run.pp)]
     return _summed([stage.moments() for stage in stages], stages[0].activations_by_kind)
 
 
-def _traced(trace: Trace, run: Training) -> _Held:
+def _traced(trace: Trace, run: Training) -> _Memory:
     """Return the moments of a trace, which is never of a pipeline."""
     sizes = run.micro_batch, run.seq_len
-    moments = [Moment(each.phase, each.place, trace.parts(each, *sizes)) for each in trace.moments]
-    held = _summed([moments], {})
+    moments = [Moment(moment.phase, moment.place, trace.parts(moment, *sizes)) for moment in trace.moments]
+    memory = _summed([moments], {})
     loaded = [moment.total for moment, place in zip(moments, trace.moments, strict=True) if place.place == LOADED]
-    return held._replace(phases=held.phases | {"load": loaded[0]}) if loaded else held
+    return memory._replace(phases=memory.phases | {"load": loaded[0]}) if loaded else memory
 
 
 def _durations(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> Traced | None:
@@ -171,7 +171,7 @@ def _origin(spec: ModelSpec, trace: Trace | None, traced: Traced | None) -> Note
     return Note("plain-transformer", f"{spec.family} has no formulas here. The estimate is that of {plain}; {real}.")
 
 
-def _summed(stages: list[list[Moment]], kept: dict[str, int]) -> _Held:
+def _summed(stages: list[list[Moment]], activations: dict[str, int]) -> _Memory:
     totals = [[(moment, moment.total) for moment in stage] for stage in stages]
     peaks = [max([total for _, total in stage]) for stage in totals]
     phases: dict[str, int] = {}
@@ -179,7 +179,7 @@ def _summed(stages: list[list[Moment]], kept: dict[str, int]) -> _Held:
         if total >= phases.get(moment.phase, 0):
             phases[moment.phase] = total
     first = next(moment for moment, total in totals[0] if total == peaks[0])
-    return _Held(totals, peaks, first, phases, kept)
+    return _Memory(totals, peaks, first, phases, activations)
 
 
 _KINDS: dict[tuple[object, ...], GPU] = {}  # the first card that was asked for of each kind
@@ -225,7 +225,10 @@ def _notes(
     if fit.outcome == "unknown":
         between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
-        yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
+        close = "That is too close for formulas; `llmlab simulate` decides."
+        if sort is MEGATRON_DEEPSPEED:
+            close = "DeepSpeed's buffers in Megatron-DeepSpeed are unknown, so only a run on the GPU decides."
+        yield Note("near-limit", f"{needs}. {close}")
     if fit.outcome == "fits" and sort in DRAWN and verdict(max(peaks), card, run.world_size).outcome != "fits":
         needs = f"With CUDA context and fragmentation the process needs at most {show_bytes(fit.most)}"
         steps = f"in 95 % of simulated steps of this kind ({sort.what})"

@@ -7,7 +7,7 @@ simulated steps of the same kind needed.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -29,9 +29,9 @@ class Kind(NamedTuple):
     holes: float
 
 
-# From 994 draws (benchmarks/room_draws.csv, 2026-11-29), 130 of them on several GPUs. Each was simulated once, and its
-# requests were then sent to allocators with less and less room. benchmarks/results/room.md shows the percentiles, and
-# how well each half predicts the other.
+# From 994 draws (benchmarks/memory/room_draws.csv, 2026-11-29), 130 of them on several GPUs. Each was simulated once,
+# and its requests were then sent to allocators with less and less room. benchmarks/results/room.md shows the
+# percentiles, and how well each half predicts the other.
 #
 # The allocator returns a segment only if no block in it is in use. The largest blocks of a step are usually the logits.
 # When they are freed, their segments serve smaller requests, and one block that stays keeps a segment, so the next
@@ -58,12 +58,16 @@ DRAWN = (NO_LOGITS, KEPT, SELECTIVE, RECOMPUTED, GENERATION)
 OTHER = Kind("other runs", 1.25)
 # Megatron-LM allocates weights and gradients once, in large buffers, and all its micro-batches request the same blocks.
 # In public logs of dense models (megatron-core with Transformer Engine), ranks with enough memory reserved 1.007 to
-# 1.130 times their peak, with a median of 1.03 (benchmarks/room.py). The logs do not include its older layers, or
-# attention that stores its probabilities.
+# 1.130 times their peak, with a median of 1.03 (benchmarks/memory/room.py). The logs do not include its older layers,
+# or attention that stores its probabilities.
 MEGATRON = Kind("Megatron-LM", 1.15)
 # Expandable segments have next to no holes (benchmarks/results/room.md). The formula is within 2.6 % of all 22 peaks
 # that Megatron-LM's tests print (megatron_golden.py).
 MEGATRON_EXPANDABLE = Kind("Megatron-LM with expandable segments", 1.06)
+# DeepSpeed's pipeline and ZeRO around Megatron-LM's model have buffers that are not described. BigScience published the
+# memory of 13 such runs (train/tr11-176B-ml and experiments/tr3m-1B3.md; V100s and A100s). Without context and NCCL,
+# they used 1.07 to 1.86 times the estimated peak, with a median of 1.47.
+MEGATRON_DEEPSPEED = Kind("Megatron-DeepSpeed", 1.9)
 # A family without formulas is counted as a plain transformer of the same sizes. We simulated 249 families with 2 × 128
 # tokens, and with two layers where their config allows it. The simulated peak is within 2 % of the formula for half of
 # them, and within this factor for 9 out of 10 (2026-11-29, transformers 5.23).
@@ -78,7 +82,7 @@ class Verdict(NamedTuple):
     most: int
 
 
-# The fields of Training that benchmarks/room_draws.py varies, and their values that it leaves out.
+# The fields of Training that benchmarks/memory/room_draws.py varies, and their values that it leaves out.
 VARIED = {"micro_batch", "seq_len", "precision", "optimizer", "checkpointing", "attention", "accumulation", "lora",
           "quantization", "kernels", "dp", "zero", "tp", "sequence_parallel"}  # fmt: skip
 LEFT_OUT = {"muon", "gptq", "liger"}
@@ -87,6 +91,8 @@ LEFT_OUT = {"muon", "gptq", "liger"}
 def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
     """Return the kind of a run with its tensors at `peak`."""
     stack = stack_of(run)
+    if stack.deepspeed:
+        return MEGATRON_DEEPSPEED
     if stack.transformer_engine and run.attention != "eager":
         return MEGATRON_EXPANDABLE if stack.expandable_segments else MEGATRON
     if not isinstance(run, Training):
@@ -95,7 +101,7 @@ def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
         return Kind(f"{stack.name}'s runs", OTHER.holes + reserved_beside(spec, run) / peak.total)
     if not spec.has_formulas or not _was_drawn(run):
         return OTHER
-    logits = 4 * run.micro_batch * run.seq_len * spec.vocab // run.tp  # bytes in fp32, as the loss computes
+    logits = 4 * run.tokens * spec.vocab // run.tp  # bytes in fp32, as the loss computes
     if peak.phase == "optimizer" or logits < SMALL * peak.total:
         return NO_LOGITS
     return {None: KEPT, "selective": SELECTIVE, "full": RECOMPUTED}[run.checkpointing]
@@ -106,7 +112,7 @@ def reserved_beside(spec: ModelSpec, run: Training) -> int:
 
     Under tensor parallelism these are two whole inputs per layer, which the stream of communication uses too
     (record_stream), and with ZeRO-1 one flat copy of the weights that are gathered after the update. With both, the
-    reserved bytes of 875 jobs are within 8 % at the median, and without 16 % too low (benchmarks/ultrascale.py).
+    reserved bytes of 875 jobs are within 8 % at the median, and without 16 % too low (benchmarks/time/ultrascale.py).
     """
     weights = states(spec, run).weights if run.zero == 1 else 0
     inputs = 2 * run.tokens * spec.hidden * bytes_of(run).compute * layers_of(spec, run)[0] if run.tp > 1 else 0
@@ -114,8 +120,8 @@ def reserved_beside(spec: ModelSpec, run: Training) -> int:
 
 
 def _was_drawn(run: Training) -> bool:
-    """Whether benchmarks/room_draws.py draws runs like this one. lab.simulate has no ZeRO of quantized weights."""
-    plain = all(getattr(run, each.name) == each.default for each in fields(run) if each.name not in VARIED)
+    """Whether benchmarks/memory/room_draws.py draws runs like this. lab.simulate has no ZeRO of quantized weights."""
+    plain = all(getattr(run, field.name) == field.default for field in fields(run) if field.name not in VARIED)
     left_out = LEFT_OUT & {run.optimizer, run.quantization, run.kernels}
     return plain and not left_out and not (run.zero and run.quantization)
 
@@ -133,12 +139,16 @@ def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = OTHER.holes, of
     and the upper limit as the largest that are known of any GPU. The outcome is "fits" if the upper limit fits, "out of
     memory" if the lower limit does not, and otherwise "unknown".
     """
-    context = largest_context() if card.context is None else card.context
-    nccl = 0 if ranks == 1 else _largest_nccl() if card.nccl is None else card.nccl
     least = int(peak / off) + card.memory - card.room(ranks)
-    most = round(holes * off * peak) + context + nccl
+    most = round(holes * off * peak) + card.memory - fully_used(card).room(ranks)
     outcome: Outcome = "fits" if most <= card.memory else "out of memory" if least > card.memory else "unknown"
     return Verdict(outcome, least, most)
+
+
+def fully_used(card: GPU) -> GPU:
+    """Return `card` with the largest CUDA context and NCCL buffers of any GPU where its own are unknown."""
+    context = largest_context() if card.context is None else card.context
+    return replace(card, context=context, nccl=_largest_nccl() if card.nccl is None else card.nccl)
 
 
 @cache

@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from ..base.errors import NotAvailable, SpecError, unknown_name
 from ..base.notes import Note
-from ..base.units import show_bytes
+from ..base.units import GiB, show_bytes
 from .tables import cited, read_table, values_of
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
@@ -32,7 +32,9 @@ CUDNN_ATTENTION_MAJORS = (9, 10)
 
 # The same card's driver shows up to 3 % more or less (ECC, version, Windows); cards that share a name differ by more.
 MEMORY_TOLERANCE = 0.05
-
+# A program sees at least this share of the advertised memory: 0.91 on a T4, 0.92 on an A40, both with ECC.
+LEAST_SHARE = 0.9
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
 
 PRICES = ("serverless", "rental", "purchase")
 # Under a lower power limit a chip's clocks go as its cube root, because power goes as clocks times the voltage squared,
@@ -116,6 +118,11 @@ class GPU:
         return "bf16" in self.peak_flops
 
     @property
+    def by_memory(self) -> bool:
+        """Whether the GPU was named by its memory alone, such as "48GB": times on it are unknown."""
+        return bool(SIZE.fullmatch(self.name))
+
+    @property
     def supports_flash_attention_2(self) -> bool:
         """Whether FlashAttention-2 runs: NVIDIA from Ampere on (compute capability 8.0), AMD's CDNA."""
         if self.compute_capability is None:
@@ -139,7 +146,9 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
 
     Case, spaces, hyphens and the words NVIDIA, AMD, Tesla, GeForce and Instinct do not count. Without a size or a form
     "a100" is the A100-80GB, "v100" the V100-16GB, and a data-centre card the SXM board. A `GPU` is returned as it is.
-    A name that is not in the table raises UnknownName (a LookupError): the figures of a similar card would be wrong.
+    "48GB" is a GPU of that advertised memory, with as little as any of them shows a program; "44.5GiB" has exactly so
+    much. Times on it are unknown. Any other name that is not in the table raises UnknownName (a LookupError): the
+    figures of a similar card would be wrong.
 
     `power`: W of a limit below the card's own, under which its clocks, and so its peaks, are lower; no less than half.
     Raises NotAvailable for a card whose own limit is not known.
@@ -157,12 +166,14 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
             "object"
         )
     found = _by_name().get(_plain(name))
+    if not found and (size := SIZE.fullmatch(name.strip())):
+        return _of_memory(size)
     if not found:
         if (several := re.fullmatch(r"(\d+)\s*x\s*(.+)", name, re.IGNORECASE)) and _by_name().get(_plain(several[2])):
             raise SpecError(f"{name!r} means {several[1]} GPUs, but one is expected; give {several[2]!r}, and set the "
                             f"number of GPUs with dp, tp, pp or cp: for example dp={several[1]}")  # fmt: skip
         known = [called for card in gpus() for called in (card.name, *card.aliases)]
-        raise unknown_name("GPU", name, known, "`llmlab gpus` lists all.")
+        raise unknown_name("GPU", name, known, "`llmlab gpus` lists all; of another GPU give the memory, such as 24GB.")
     return found[0]
 
 
@@ -175,16 +186,51 @@ def assumed_memory(name: GPU | str | None) -> tuple[Note, ...]:
     if not isinstance(name, str) or name.lower() == "cpu":
         return ()
     card, words = gpu(name), _words(name)
+    if size := SIZE.fullmatch(name.strip()):
+        return (_memory_note(card, size),)
     others: dict[int, str] = {}  # by GiB: boards of one memory differ in little else
-    for each in gpus():
-        named = (_words(called) for called in (each.name, *each.aliases))
-        sized = any(other[: len(words)] == words and re.match(r"\d+gb", (*other, "")[len(words)]) for other in named)
-        if sized and abs(each.memory - card.memory) > MEMORY_TOLERANCE / 5 * card.memory:
+    for each in _sized(words):
+        if abs(each.memory - card.memory) > MEMORY_TOLERANCE / 5 * card.memory:
             others.setdefault(each.memory >> 30, each.name)
     if not others:
         return ()
     give = f"If yours has another memory size, give {' or '.join(others.values())}"
     return (Note("gpu-memory-assumed", f"{name} is taken to be {card.name}. {give}."),)
+
+
+def _sized(words: tuple[str, ...]) -> Iterator[GPU]:
+    """Yield the GPUs whose name, or one of whose aliases, is `words` and a size of memory."""
+    for card in gpus():
+        named = (_words(called) for called in (card.name, *card.aliases))
+        if any(other[: len(words)] == words and re.match(r"\d+gb", (*other, "")[len(words)]) for other in named):
+            yield card
+
+
+def _of_memory(size: re.Match[str]) -> GPU:
+    """Return a GPU of which only the memory is known. Dtypes are those of the one with least memory that has bf16."""
+    alike, number = _of_size(size), float(size[1])
+    usual = min((card for card in alike if card.supports_bf16), key=lambda card: card.memory, default=gpu("A100"))
+    least = min((card.memory for card in alike), default=LEAST_SHARE * number * GiB)
+    exact = size[2].lower() == "gib"
+    return replace(
+        usual, name=f"{size[1]}{'GiB' if exact else 'GB'}", memory=int(number * GiB if exact else least), nvlink=None,
+        pcie=None, context=None, nccl=None, usd_per_hour=None, usd=None, prices=(), announced=None, aliases=(),
+        sources={}, power=None,
+    )  # fmt: skip
+
+
+def _of_size(size: re.Match[str]) -> list[GPU]:
+    """Return NVIDIA's GPUs that are sold with so much memory."""
+    most = float(size[1]) * GiB
+    return [card for card in gpus() if card.vendor == "NVIDIA" and LEAST_SHARE * most < card.memory <= most]
+
+
+def _memory_note(card: GPU, size: re.Match[str]) -> Note:
+    """Say which memory a GPU has that was named by it."""
+    names = ", ".join(card.name for card in sorted(_of_size(size), key=lambda card: card.memory))
+    least = f", the least of the GPUs of that size ({names})" if names and card.name.endswith("GB") else ""
+    seen = f"A program is taken to see {show_bytes(card.memory)} of memory{least}"
+    return Note("gpu-memory-assumed", f"{seen}. Name the GPU if you know it.")
 
 
 def _limited(card: GPU, watts: float) -> GPU:
@@ -215,9 +261,10 @@ def gpus() -> tuple[GPU, ...]:
 def match(device_name: str, memory: int) -> GPU | None:
     """Return the card whose driver calls it `device_name` and shows `memory` bytes, or None.
 
-    Some names belong to several cards (the RTX 3060 and 4060 Ti come in two sizes): memory must agree within 5 %.
+    Some names belong to several cards (the RTX 3060 and 4060 Ti come in two sizes): memory must agree within 5 %, and a
+    card may have its size in its name here.
     """
-    for card in _by_name().get(_plain(device_name), ()):
+    for card in (*_by_name().get(_plain(device_name), ()), *_sized(_words(device_name))):
         if abs(memory - card.memory) <= MEMORY_TOLERANCE * card.memory:
             return card
     return None

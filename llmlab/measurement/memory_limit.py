@@ -39,8 +39,8 @@ def available_memory() -> int | None:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text("utf-8"), re.MULTILINE)
-    sizes = [int(found[1]) * 1024] if found else []
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text("utf-8"), re.MULTILINE)
+    sizes = [int(match[1]) * 1024] if match else []
     sizes += [max(0, limit - used) for limit, used in container_memory() if used is not None]
     return min(sizes, default=None)
 

@@ -16,8 +16,8 @@ from ..base.errors import SpecError
 from ..base.notes import Note
 from ..hardware.this_machine import environment
 from ..ranks.launch import launch
-from ..recording.events import CPUEvents, Event
-from ..recording.parts import divide, logits_sizes
+from ..recording.events import CPUEvents
+from ..recording.parts import Event, divide, logits_sizes
 from ..recording.phases import Recorder
 from ..report import Report
 from ..specs.check import check
@@ -65,7 +65,7 @@ def _settled_collectives(spans: list[Span]) -> Iterator[None]:
 
     def settled(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
-            tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+            tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
             users, since = sum(map(_users, tensors)), time.time_ns()
             out = collective(*args, **named)
             if isinstance(out, functional.AsyncCollectiveTensor):

@@ -184,9 +184,9 @@ def _this_machine(allow_cpu: bool, out: Path | str | None) -> Host:
 
 
 def _known(item: Item, gpu: str, here: Host, folder: Path) -> bool:
-    found = records(item.model, item.run, source="measured", folder=folder)
+    known = records(item.model, item.run, source="measured", folder=folder)
     torch = here.versions.get("torch")
-    return any(recorded_gpu(report) == gpu and report.environment.get("torch") == torch for report in found)
+    return any(recorded_gpu(report) == gpu and report.environment.get("torch") == torch for report in known)
 
 
 def _measure(model: str, run: Run) -> Report:

@@ -14,6 +14,7 @@ from ..base.compat import symbol
 from ..base.errors import NotAvailable, check_counts
 from ..base.notes import Note
 from ..base.units import show_bytes
+from ..formulas.time.flops import flops
 from ..formulas.time.step import peak_dtype, tokens_of
 from ..hardware import pretend
 from ..hardware.this_machine import environment, host
@@ -196,17 +197,14 @@ def _report(spec: ModelSpec, run: Run, device: torch.device, **figures: Any) -> 
     if device.type == "cpu":
         facts["device"] = f"CPU: {here.cpu}, {here.cores} cores"
     card = here.gpu if device.type == "cuda" else None
-    peak = card.peak(_peak_dtype(run)) if card else None
-    # A checkpointed step's FLOP include the recomputation, which MFU does not count (arXiv 2204.02311, appendix B).
-    recomputed = isinstance(run, Training) and run.checkpointing
-    known = peak and figures.get("flops") and not recomputed
+    peak, fits = card.peak(_peak_dtype(run)) if card else None, figures["outcome"] == "fits"
     return Report(
         source="measured",
         model=spec.name,
         run=run,
         gpu=None if device.type == "cpu" else card.name if card else here.name,
         capacity=here.memory if here.device == device.type else None,
-        mfu=figures["flops"] / figures["step_seconds"] / peak if known else None,
+        mfu=flops(spec, run, card).model / figures["step_seconds"] / peak if peak and fits else None,
         environment=facts,
         **figures,
     )

@@ -110,15 +110,15 @@ def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
 
 def _levers(source: Any, run: Training, card: GPU) -> list[dict[str, Any]]:
     """Return what would make the run smaller, and the form's fields that say it."""
-    found = fix(source, run, card)
+    levers = fix(source, run, card)
     return [
         {
             "name": lever.name + ("" if lever.same_result else " (another result)"), "chapter": lever.chapter,
             "saves": show_bytes(lever.saves),
-            "costs": f"{cost(lever, found.report)}; then: {OUTCOMES[lever.report.outcome]}",
+            "costs": f"{cost(lever, levers.report)}; then: {OUTCOMES[lever.report.outcome]}",
             "set": state_of(lever.run) if isinstance(lever.run, Training) else {},
         }
-        for lever in found.levers
+        for lever in levers.levers
     ]  # fmt: skip
 
 

@@ -44,50 +44,50 @@ def planned(state: Mapping[str, str]) -> dict[str, Any]:
         raise SpecError(f"gpus={ranks} is too small; give a whole number >= 1")
     gpus, batch = f"{ranks}x{asked['gpu']}", whole("global_batch", asked["global_batch"])
     tokens = Training(seq_len=whole("seq_len", asked["seq_len"])).seq_len  # which checks it
-    given: dict[str, Any] = {"fixed": {"seq_len": tokens}}
+    options: dict[str, Any] = {"fixed": {"seq_len": tokens}}
     for name in ("method", "goal"):
         if asked[name] != DEFAULTS[name]:
-            given[name] = asked[name]
+            options[name] = asked[name]
     if allowed := [name for name in ALLOWED if asked.get(f"vary_{name}") == "yes"]:
-        given["allow"] = allowed
+        options["allow"] = allowed
     if asked["tokens"] != "none":
-        given["tokens"] = whole("tokens", asked["tokens"])
-    found = plan(source, gpus, batch, **given, executor=NotSimulated(UNCONFIRMED))
+        options["tokens"] = whole("tokens", asked["tokens"])
+    result = plan(source, gpus, batch, **options, executor=NotSimulated(UNCONFIRMED))
     return {
-        "outcome": "fits" if found else "unknown",
-        "headline": _headline(found),
-        "plan": _rows(found),
-        "python": _python(called, gpus, batch, given),
-        "cli": _command(called, gpus, batch, given),
+        "outcome": "fits" if result else "unknown",
+        "headline": _headline(result),
+        "plan": _rows(result),
+        "python": _python(called, gpus, batch, options),
+        "cli": _command(called, gpus, batch, options),
         "configs": {},
-        "notes": [*map(str, found.nearest)],
-        "report": json.loads(json.dumps(found.to_dict(), default=dict)),
+        "notes": [*map(str, result.nearest)],
+        "report": json.loads(json.dumps(result.to_dict(), default=dict)),
     }
 
 
-def _headline(found: Plan) -> str:
-    if not found:
-        return f"No run on {found.gpus} is sure to fit. llmlab plan simulates those that are too close to tell."
-    more = f", and {len(found) - 1} others" if len(found) > 1 else ""
-    return f"The {found.goal} of {found.tried:,} runs that were estimated on {found.gpus}{more}."
+def _headline(result: Plan) -> str:
+    if not result:
+        return f"No run on {result.gpus} is sure to fit. llmlab plan simulates those that are too close to tell."
+    more = f", and {len(result) - 1} others" if len(result) > 1 else ""
+    return f"The {result.goal} of {result.tried:,} runs that were estimated on {result.gpus}{more}."
 
 
-def _rows(found: Plan) -> dict[str, Any]:
+def _rows(result: Plan) -> dict[str, Any]:
     """Return the plan's own table, each row with the state of the form that shows that run."""
-    table = found.table()
-    sets = [{"kind": "training", **state_of(candidate.run)} for candidate in found]
+    table = result.table()
+    sets = [{"kind": "training", **state_of(candidate.run)} for candidate in result]
     rows = [{"cells": list(cells), "set": state} for cells, state in zip(table.rows, sets, strict=bool(sets))]
     return {"caption": table.title, "header": list(table.header), "rows": rows, "footer": table.footer}
 
 
-def _python(called: str, gpus: str, batch: int, given: Mapping[str, Any]) -> str:
-    words = "".join(f", {name}={value!r}" for name, value in given.items())
+def _python(called: str, gpus: str, batch: int, options: Mapping[str, Any]) -> str:
+    words = "".join(f", {name}={value!r}" for name, value in options.items())
     call = f'print(lab.plan("{called}", "{gpus}", {batch}{words}))'
     return f'import llmlab as lab\n\nif __name__ == "__main__":  # it starts processes\n    {call}'
 
 
-def _command(called: str, gpus: str, batch: int, given: Mapping[str, Any]) -> str:
-    words = [f"llmlab plan {called} --gpus {gpus} --global-batch {batch} --fixed seq_len={given['fixed']['seq_len']}"]
-    words += [f"--{name} {given[name]}" for name in ("method", "goal", "tokens") if name in given]
-    words += [f"--allow {name}" for name in given.get("allow", ())]
+def _command(called: str, gpus: str, batch: int, options: Mapping[str, Any]) -> str:
+    words = [f"llmlab plan {called} --gpus {gpus} --global-batch {batch} --fixed seq_len={options['fixed']['seq_len']}"]
+    words += [f"--{name} {options[name]}" for name in ("method", "goal", "tokens") if name in options]
+    words += [f"--allow {name}" for name in options.get("allow", ())]
     return " ".join(words)

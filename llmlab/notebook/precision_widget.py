@@ -26,7 +26,7 @@ class FloatWidget:
 
     def _repr_html_(self) -> str:
         rows = "".join(_row(f, self.value) for f in FORMATS.values())
-        examples = "".join(f'<button type="button" data-set="{each}">{each}</button>' for each in EXAMPLES)
+        examples = "".join(f'<button type="button" data-set="{example}">{example}</button>' for example in EXAMPLES)
         key = " ".join(f'<span class="bit {name}">{name}</span>' for name in ("sign", "exponent", "mantissa"))
         code = files(__package__).joinpath("precision_widget.html").read_text(encoding="utf-8")
         return (
@@ -57,8 +57,8 @@ def _row(f: Format, value: float) -> str:
     )
     facts = {"name": f.name, "exponent": f.exponent, "mantissa": f.mantissa, "bias": f.bias, "top": f.top,
              "infinities": f.infinities}  # fmt: skip
-    said = f"{f.name} keeps {f.round(value)!r}"
+    text = f"{f.name} keeps {f.round(value)!r}"
     return (
         f"<div class=\"format\" role=\"group\" aria-label=\"{f.name}\" data-format='{escape(json.dumps(facts))}'>"
-        f'<div class="said">{said}</div><div class="bits">{bits}</div></div>'
+        f'<div class="said">{text}</div><div class="bits">{bits}</div></div>'
     )

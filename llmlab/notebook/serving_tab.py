@@ -10,7 +10,7 @@ from ..base.errors import SpecError
 from ..base.units import show_bytes, show_seconds
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
-from ..serving.report import TPOT_INTERVAL, TTFT_INTERVAL, ServingReport, served
+from ..serving.report import ServingReport, served
 from ..serving.service import CHOICES, HELP, Service
 from ..specs.model import model as find_model
 from .fields import model_of, whole
@@ -89,19 +89,19 @@ def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
 def _headline(report: ServingReport) -> str:
     memory = report.memory
     if report.latency is None:
-        missing = show_bytes(memory.per_request - memory.cache)
+        missing = show_bytes(memory.missing)
         return f"Does not fit: {missing} more are needed on each {report.gpu} for one request."
-    return f"Fits: a cache of {show_bytes(memory.cache)} holds {memory.requests:,} requests, {memory.tokens:,} tokens."
+    return f"Fits: the cache holds {memory.requests:,} requests, {memory.tokens:,} tokens."
 
 
 def _figures(report: ServingReport) -> list[list[str]]:
     times = report.latency
     if times is None:
         return []
-    rows = []
+    rows, (tpot, ttft) = [], report.intervals
     for name, value, far, (low, high) in (
-        ("time to first token", times.ttft, times.ttft_p99, TTFT_INTERVAL),
-        ("time per output token", times.tpot, times.tpot_p99, TPOT_INTERVAL),
+        ("time to first token", times.ttft, times.ttft_p99, ttft),
+        ("time per output token", times.tpot, times.tpot_p99, tpot),
     ):
         between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
         rows.append([name, show_seconds(value), f"80 % interval: {between}; 99th percentile {show_seconds(far)}"])

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -18,14 +18,15 @@ from typing import Any
 
 from ..base.errors import NotAvailable
 from ..base.notes import Note
+from ..base.units import show_bytes, show_seconds
 from ..formulas.report import fullest
 from ..hardware.gpu import GPU, gpu
 from ..report import Report
 from ..specs.model import ModelSpec
 from ..specs.model import model as find_model
-from ..specs.run import Training
+from ..specs.run import Run, Training
 from .levers import derived
-from .result import Candidate
+from .result import Candidate, words
 from .search import Found, Search
 
 SHOWN = 10  # candidates of a plan, each simulated where it can be
@@ -33,7 +34,7 @@ SIMULATED = 4 * SHOWN  # at most, and what was asked for with the last of them
 PROCESSES = 4  # at most, and no more than there are cores; each takes 1 GiB of the host's memory
 LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batches, and what nothing can decide
 # Of the card, what a plan leaves free: a step's reserved memory is not the same from run to run. 9 in 10 of 37 held-out
-# steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans.py derives it.
+# steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans/plans.py derives it.
 MARGIN = 0.04
 UNDECIDED = "too close to the limit, and not simulated"
 
@@ -93,7 +94,7 @@ class Confirmation:
             self.candidates.append(Candidate(found.run, found.machines, report, answer))
 
 
-def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | str:
+def simulated_run(model: dict[str, Any], run: Run, card: GPU | str) -> Report | str:
     """Simulate in a process of its own, with MARGIN of the card left free; a sentence where that cannot be done.
 
     `shortened` is what is simulated in place of `run`, and a compiled step itself where the eager one runs out of
@@ -102,10 +103,12 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
     from ..simulation.report import simulated
 
     spec, whole = find_model(model), gpu(card)
-    smaller = replace(whole, memory=round(whole.memory * (1 - MARGIN)))
-    short, itself = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
+    smaller = with_margin(whole)
+    short = itself = run
+    if isinstance(run, Training):
+        short, itself = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
     try:
-        if run.compile and _surely_over(spec, short, smaller):
+        if isinstance(short, Training) and short != itself and _surely_over(spec, short, smaller):
             short = itself
         report = simulated(spec, short, smaller, how_much=False)
         if short != itself and report.outcome == "out of memory":
@@ -116,11 +119,16 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
     except NotAvailable as error:
         return str(error)
     eager = "Simulated as an eager step, whose memory is an upper bound of the compiled one's."
-    fused = (Note("simulated-eager", eager),) if run.compile != short.compile else ()
+    fused = (Note("simulated-eager", eager),) if short != itself else ()
     return replace(
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
     )  # fmt: skip
+
+
+def with_margin(card: GPU) -> GPU:
+    """Return `card` without the memory that a plan leaves free."""
+    return replace(card, memory=round(card.memory * (1 - MARGIN)))
 
 
 def _surely_over(spec: ModelSpec, run: Training, card: GPU) -> bool:
@@ -156,10 +164,10 @@ def confirm(search: Search, executor: Executor | None) -> Confirmation:
         answers.clear()
 
     try:
-        with _progress() as told:
+        with _progress() as progress:
             while asked < SIMULATED and len(done.candidates) < SHOWN and (batch := done.batch()):
                 asked += len(batch)
-                _ask(question.spec, batch, executor, answers, told)
+                _ask(question.spec, batch, executor, answers, progress)
                 judge()
     except KeyboardInterrupt:
         done.interrupted = True
@@ -203,10 +211,11 @@ def _check_simulated(spec: ModelSpec, found: Found, simulates: bool) -> None:
 
 def _ask(
     spec: ModelSpec, batch: list[Found], executor: Executor | None, answers: dict[int, Report | str],
-    told: Callable[[int, int], None],
+    progress: Callable[[list[Found], Mapping[int, Report | str]], None],
 ) -> None:  # fmt: skip
     """Put the simulations of `batch` into `answers`, by their places. One that its process did not survive is asked for
     again, alone; of a second time there is a sentence."""
+    progress(batch, answers)
     # dask remembers what a function and its arguments gave, an error too: asked again, it must be another function.
     for workers, simulate in ((min(PROCESSES, os.cpu_count() or 1), simulated_run), (1, partial(simulated_run))):
         with _pool(executor, workers) as pool:
@@ -215,11 +224,10 @@ def _ask(
                 for place, found in enumerate(batch):
                     if place not in answers:
                         asked[pool.submit(simulate, spec.config, found.run, found.machines.card.name)] = place
-            told(len(answers), len(batch))
             for future in as_completed(asked):
                 if not _lost(future):
                     answers[asked[future]] = future.result()
-                told(len(answers), len(batch))
+                progress(batch, answers)
         if len(answers) == len(batch):
             return
     for place in range(len(batch)):
@@ -286,14 +294,32 @@ def _quiet() -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show how many of the candidates are simulated, where somebody looks at a terminal."""
+def _progress() -> Iterator[Callable[[list[Found], Mapping[int, Report | str]], None]]:
+    """Yield a function of a batch and the answers so far. On a terminal it prints the estimates first, then each run as
+    its simulation ends, because simulations take minutes."""
     if not sys.stderr.isatty():
-        yield lambda done, of: None
+        yield lambda batch, answers: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("searching", total=None)
-        yield lambda done, of: bar.update(task, description="simulating", completed=done, total=of)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with Progress(console=console, transient=True) as bar:
+        task, printed = bar.add_task("searching", total=None), set[int]()
+
+        def show(batch: list[Found], answers: Mapping[int, Report | str]) -> None:
+            if not answers:
+                printed.clear()
+                console.print("Estimated, before simulation:")
+                for run in batch:
+                    console.print(f"  {words(run.run)}: {show_bytes(run.memory)}, {show_seconds(run.seconds)} per step")
+            for place in answers.keys() - printed:
+                answer = answers[place]
+                simulated = f"not simulated: {answer}"
+                if not isinstance(answer, str):
+                    simulated = f"simulated, {answer.outcome}, {show_bytes(answer.peak_reserved)}"
+                console.print(f"{words(batch[place].run)}: {simulated}")
+            printed.update(answers)
+            bar.update(task, description="simulating", completed=len(answers), total=len(batch))
+
+        yield show

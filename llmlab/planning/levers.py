@@ -120,9 +120,11 @@ def fix(
     return Fix(report, tuple(sorted(found, key=lambda lever: (lever.price, not lever.same_result, -lever.saves))))
 
 
-def derived(spec: ModelSpec, run: Run, card: GPU, cluster: Cluster | None = None) -> tuple[Report, Verdict]:
+def derived(
+    spec: ModelSpec, run: Run, card: GPU | str | None, cluster: Cluster | None = None
+) -> tuple[Report, Verdict]:
     """Return `assessed`, by formulas that are derived first for a family without written ones."""
-    if not spec.has_formulas:
+    if card is not None and not spec.has_formulas:
         trace_of(spec, run, card)
     return assessed(spec, run, card, cluster)
 

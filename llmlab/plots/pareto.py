@@ -43,34 +43,36 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     >>> front([(2, 5), (1, 9), (3, 6), (4, 1)])
     [(1, 9), (2, 5), (4, 1)]
     """
-    found: list[tuple[float, float]] = []
+    front: list[tuple[float, float]] = []
     for time, memory in sorted(points):
-        if not found or memory < found[-1][1]:
-            found.append((time, memory))
-    return found
+        if not front or memory < front[-1][1]:
+            front.append((time, memory))
+    return front
 
 
 @styled()
 def plot_pareto(plan: Plan) -> Picture:
     """Return the picture; raises SpecError where nothing with a known time was estimated."""
     best = plan.best
-    seen = [each for each in plan.seen if each.seconds and (best is None or each.machines == best.machines)]
+    seen = [candidate for candidate in plan.seen
+            if candidate.seconds and (best is None or candidate.machines == best.machines)]  # fmt: skip
     if not seen or best is None:
         raise SpecError(f"nothing fits {plan.model} on {plan.gpus}: there is no time and no memory to draw")
     colors = dict(zip(("no ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3", "offload"), PALETTE, strict=False))
     picture, (ax,) = new_picture(4.2)
     for checkpointing, (mark, _) in MARKS.items():
         for name, color in colors.items():
-            of = [each for each in seen if each.run.checkpointing == checkpointing and technique(each.run) == name]
-            xs, ys = [each.seconds for each in of], [each.memory / GiB for each in of]
+            alike = [candidate for candidate in seen
+                     if candidate.run.checkpointing == checkpointing and technique(candidate.run) == name]  # fmt: skip
+            xs, ys = [candidate.seconds for candidate in alike], [candidate.memory / GiB for candidate in alike]
             ax.scatter(xs, ys, 16, color=color, marker=mark, alpha=0.6, lw=0)
-    refuted = [each for each in seen if each.run in plan.refuted]
+    refuted = [candidate for candidate in seen if candidate.run in plan.refuted]
     if refuted:
-        xs, ys = [each.seconds for each in refuted], [each.memory / GiB for each in refuted]
+        xs, ys = [candidate.seconds for candidate in refuted], [candidate.memory / GiB for candidate in refuted]
         ax.scatter(xs, ys, REFUTED, color=INK, marker="x", lw=1.2)
-    edge = front([(each.seconds, each.memory) for each in seen if each not in refuted])
+    edge = front([(candidate.seconds, candidate.memory) for candidate in seen if candidate not in refuted])
     ax.step([time for time, _ in edge], [memory / GiB for _, memory in edge], where="post", color=INK, lw=1)
-    chosen = next((each for each in seen if each.run == best.run), None)
+    chosen = next((candidate for candidate in seen if candidate.run == best.run), None)
     if chosen:
         ax.scatter([chosen.seconds], [chosen.memory / GiB], CHOSEN, facecolor="none", edgecolor=INK, lw=1.8, zorder=3)
     capacity = best.report.capacity
@@ -81,12 +83,12 @@ def plot_pareto(plan: Plan) -> Picture:
         ax.text(
             *place, "the GPU ", transform=ax.get_yaxis_transform(), color=INK, size="small", ha="right", va="bottom"
         )
-    slowest, last = edge[-1][0], max(each.seconds for each in seen)
-    left, right = 0.97 * min(each.seconds for each in seen), 1.05 * min(last, max(slowest, 1.5 * edge[0][0]))
+    slowest, last = edge[-1][0], max(candidate.seconds for candidate in seen)
+    left, right = 0.97 * min(candidate.seconds for candidate in seen), 1.05 * min(last, max(slowest, 1.5 * edge[0][0]))
     ax.set_xlim(left, right)
     number_axes(ax, "seconds of an update", "GiB of the fullest GPU, at least")
     handles = [ax.scatter([], [], 30, color=color, label=name) for name, color in colors.items()
-               if any(technique(each.run) == name for each in seen)]  # fmt: skip
+               if any(technique(candidate.run) == name for candidate in seen)]  # fmt: skip
     handles += [ax.scatter([], [], 30, color=INK, marker=mark, label=name) for mark, name in MARKS.values()]
     handles.append(ax.scatter([], [], 90, facecolor="none", edgecolor=INK, lw=1.5, label="chosen"))
     if refuted:

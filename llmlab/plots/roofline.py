@@ -35,7 +35,7 @@ def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Pictu
     Raises NotAvailable for a card whose rates were never measured, SpecError for a dtype without a rate on its card.
     """
     picture, axes = new_picture(3.6, 1, len(steps), sharey=True)
-    said = []
+    words = []
     for ax, operators in zip(axes, steps, strict=True):
         card, rates = operators.gpu, operators.rates
         points = operators.by_operator()
@@ -60,9 +60,9 @@ def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Pictu
         ax.set_title(f"{card.name}, {which}{apart}{show_seconds(total)} of kernels")
         ridge = rates.matmul[which] / rates.bandwidth
         shares = ", ".join(f"{KINDS[kind][0]} {spent / total:.0%}" for kind, spent in by_kind.items())
-        said.append(f"{card.name}: ridge at {ridge:.0f} FLOP per byte; of the time {shares}")
+        words.append(f"{card.name}: ridge at {ridge:.0f} FLOP per byte; of the time {shares}")
     axes[0].set_ylabel("FLOP/s")
     handles = [axes[0].scatter([], [], 40, color=color, label=name) for name, color in KINDS.values()]
     picture.legend(handles=[*axes[0].lines, *handles], loc="outside lower center", ncols=3, columnspacing=1.2)
-    picture.alt = "Rooflines. " + ". ".join(said) + "."
+    picture.alt = "Rooflines. " + ". ".join(words) + "."
     return picture

@@ -21,7 +21,7 @@ def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture
     `moments` maps a title to segments in the shape of torch.cuda.memory._snapshot()["segments"], of which `total_size`
     and each block's `size` and `state` are read; the moments stand one under the other on one scale of bytes.
     """
-    rows = [(title if number == 0 else "", s) for title, given in moments.items() for number, s in enumerate(given)]
+    rows = [(title if number == 0 else "", s) for title, sizes in moments.items() for number, s in enumerate(sizes)]
     if not rows:
         raise SpecError("plot_segments got no segments; give {'title': allocator.segments()}")
     largest = max(segment["total_size"] for _, segment in rows)

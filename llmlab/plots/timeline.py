@@ -62,11 +62,11 @@ def plot_live_bytes(
     if capacity is not None and capacity / unit < ax.get_ylim()[1]:
         ax.axhline(capacity / unit, color=INK, linestyle="--", linewidth=1.4)
         ax.text(len(points), capacity / unit, f"device {show_bytes(capacity)}", ha="right", va="bottom", size=SMALL)
-    said = f"peak {show_bytes(peak)} in {points[at][0]}" + (f"\n{peak_at}" if peak_at else "")
+    label = f"peak {show_bytes(peak)} in {points[at][0]}" + (f"\n{peak_at}" if peak_at else "")
     ax.plot([at + 0.5], [peak / unit], marker="v", color=INK, markersize=8, linestyle="none", zorder=5)
     box = {"facecolor": PANEL, "edgecolor": "none", "pad": 1}
     side = "left" if at < 0.5 * len(points) else "right"
-    ax.annotate(said, (at + 0.5, peak / unit), (0, 9), textcoords="offset points", ha=side, va="bottom", weight="bold",
+    ax.annotate(label, (at + 0.5, peak / unit), (0, 9), textcoords="offset points", ha=side, va="bottom", weight="bold",
                 bbox=box, zorder=5)  # fmt: skip
     ax.set(xlabel="moment in the step (order of events)", ylabel=f"live tensors ({unit_name})")
     ax.set_title(title, loc="left", weight="bold", pad=22)

@@ -243,8 +243,8 @@ def _raise_first(processes: Sequence[BaseProcess], folder: Path) -> None:
             code = process.exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             log = _file(folder, rank, "log")
-            said = _end_of(log, 4000) if log.exists() else ""
-            raise RankFailed(rank, f"rank {rank} {how} and left no result\n{said}".rstrip())
+            end = _end_of(log, 4000) if log.exists() else ""
+            raise RankFailed(rank, f"rank {rank} {how} and left no result\n{end}".rstrip())
         errors[rank] = json.loads(_file(folder, rank, "error").read_text("utf-8"))
     first = min(errors, key=lambda rank: errors[rank][0])
     message = errors[first][1]
@@ -272,18 +272,18 @@ def _hanging(late: list[int], processes: Sequence[BaseProcess], folder: Path) ->
     asked = [rank for rank in late if paths[rank].exists() and processes[rank].pid is not None]
     for rank in asked:
         os.kill(processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
-    said: dict[int, str] = {}
+    logs: dict[int, str] = {}
     for _ in range(20):
-        said = {rank: paths[rank].read_text("utf-8") for rank in asked}
-        silent = [processes[rank].sentinel for rank in asked if "Current thread" not in said[rank]]
+        logs = {rank: paths[rank].read_text("utf-8") for rank in asked}
+        silent = [processes[rank].sentinel for rank in asked if "Current thread" not in logs[rank]]
         if not silent:
             break
         connection.wait(silent, 0.05)
     waits = f"{os.sep}torch{os.sep}distributed{os.sep}"
-    rank = next((rank for rank in late if waits not in said.get(rank, "")), late[0])
+    rank = next((rank for rank in late if waits not in logs.get(rank, "")), late[0])
     if rank not in asked:
         return rank, f"rank {rank} has not started yet"
-    return rank, f"rank {rank} is at\n{said[rank] or '  (no answer: the process is stopped)'}"
+    return rank, f"rank {rank} is at\n{logs[rank] or '  (no answer: the process is stopped)'}"
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

@@ -9,25 +9,16 @@ stacks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..base.compat import symbol
 from ..base.errors import NotAvailable
-
-CUDA_BLOCK = 512  # bytes; every request is rounded up to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
-
-
-class Event(NamedTuple):
-    """One allocation (`size` > 0) or free (`size` < 0) of `size` bytes at `address`; `time` is Unix time in ns."""
-
-    time: int
-    address: int
-    size: int
-
+from .parts import Event
+from .snapshot import events_of_trace
 
 _running: list[str] = []
 
@@ -66,12 +57,12 @@ class CPUEvents:
 
     def stop(self) -> list[Event]:
         allocation = symbol("torch._C._profiler._ExtraFields_Allocation")
-        found = []
+        events = []
         for node in symbol("torch._C._autograd._disable_profiler")().experimental_event_tree():
             fields = node.extra_fields
             if isinstance(fields, allocation):  # of the CPU: no other activity is on
-                found.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
-        return sorted(found, key=lambda event: event.time)
+                events.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
+        return sorted(events, key=lambda event: event.time)
 
 
 class CUDAEvents:
@@ -97,18 +88,3 @@ class CUDAEvents:
 
     def _trace(self) -> list[dict[str, Any]]:
         return symbol("torch.cuda.memory._snapshot")()["device_traces"][self.index]
-
-
-def events_of_trace(trace: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """Return the events of one device's trace in a snapshot (format: torch/cuda/memory.py, _snapshot's docstring).
-
-    A block counts as used until `free_completed`: with several streams that is later than when it was asked for. A
-    trace holds requested sizes; the allocator counts them rounded up to 512 B.
-    """
-    events = []
-    for entry in trace:
-        if entry["action"] in ("alloc", "free_completed"):
-            size = -(-entry["size"] // CUDA_BLOCK) * CUDA_BLOCK
-            sign = 1 if entry["action"] == "alloc" else -1
-            events.append(Event(entry["time_us"] * 1000, entry["addr"], sign * size))
-    return events

@@ -13,18 +13,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..base.terms import PARTS, TimelinePoint
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training
-from .events import Event
-from .phases import BUFFERS, COMMUNICATION, GATHERED, INPUTS, Mark
 
+# Of "other", told apart in the report's detail; the last two of a rank among several.
+BUFFERS, INPUTS, GATHERED, COMMUNICATION = "buffers", "inputs", "gathered parameters", "communication buffers"
 TIMELINE_POINTS = 300
 # What a cuBLAS handle takes by default: aten/src/ATen/cuda/CublasHandlePool.cpp, before Hopper and from it on.
 CUBLAS_WORKSPACES = frozenset({8_519_680, 33_554_432})
 GENERATING = ("prefill", "decode")
 TEMPORARIES = "temporaries"
+
+
+class Event(NamedTuple):
+    """One allocation (`size` > 0) or free (`size` < 0) of `size` bytes at `address`; `time` is Unix time in ns."""
+
+    time: int
+    address: int
+    size: int
+
+
+class Mark(NamedTuple):
+    """The moment `phase` begins; `parts` says of addresses alive then what they hold. `time` is Unix time in ns.
+
+    `phase` None ends the recording of phases: what comes after belongs to no phase until the next mark.
+    `recomputed` marks the end of a block's recomputation, which began at Unix time `since`: what was allocated in
+    between and lives on is activations, in backward.
+    """
+
+    time: int
+    phase: str | None
+    parts: dict[int, str]
+    since: int | None = None
 
 
 @dataclass(slots=True)
@@ -75,7 +98,7 @@ def changes_of(events: Sequence[Event], marks: Sequence[Mark], sizes: Iterable[i
     logits = frozenset(sizes)
     changes: list[Change] = []
     live: dict[int, Block] = {}
-    phase, begun = None, 0
+    phase, start = None, 0
     for moment in moments:
         if isinstance(moment, Event):
             if moment.size > 0:
@@ -92,9 +115,9 @@ def changes_of(events: Sequence[Event], marks: Sequence[Mark], sizes: Iterable[i
         if moment.since is not None:
             _keep_as_activations(live, moment.since)
             continue
-        if phase == "forward":
-            _keep_as_activations(live, begun)
-        phase, begun = moment.phase, moment.time
+        if phase in ("forward", "no-grad"):
+            _keep_as_activations(live, start)
+        phase, start = moment.phase, moment.time
         changes.append((phase, None, 0))
     survivors = {id(block) for block in live.values()}
     for _, born, size in changes:
@@ -173,3 +196,13 @@ def _report_parts(sizes_by_part: dict[str, int]) -> dict[str, int]:
     for name, size in sizes_by_part.items():
         sizes[name if name in sizes else "other"] += size
     return {name: size for name, size in sizes.items() if size}
+
+
+def collapsed(path: str) -> str:
+    """Return `path` with its layers' numbers as *, and cut below the layers' own modules.
+
+    >>> collapsed("model.layers.31.mlp.down_proj"), collapsed("lm_head")
+    ('model.layers.*.mlp', 'lm_head')
+    """
+    names = ["*" if name.isdigit() else name for name in path.split(".")]
+    return ".".join(names[: names.index("*") + 2] if "*" in names else names[:3])

@@ -6,35 +6,19 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..step.step import Step
-from .events import CPUEvents, CUDAEvents, Event
-
-# Of "other", told apart in the report's detail; the last two of a rank among several.
-BUFFERS, INPUTS, GATHERED, COMMUNICATION = "buffers", "inputs", "gathered parameters", "communication buffers"
+from .events import CPUEvents, CUDAEvents
+from .parts import Event, Mark
 
 
 class Peaks(Protocol):
     """A device whose allocator keeps its own peaks: it is told when a phase begins."""
 
     def enter(self, phase: str | None) -> None: ...
-
-
-class Mark(NamedTuple):
-    """The moment `phase` begins; `parts` says of addresses alive then what they hold. `time` is Unix time in ns.
-
-    `phase` None ends the recording of phases: what comes after belongs to no phase until the next mark.
-    `recomputed` marks the end of a block's recomputation, which began at Unix time `since`: what was allocated in
-    between and lives on is activations, in backward.
-    """
-
-    time: int
-    phase: str | None
-    parts: dict[int, str]
-    since: int | None = None
 
 
 class Marks:

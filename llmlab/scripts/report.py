@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 from ..base.notes import Note, notes_to_json
 from ..base.tables import Table, Tabular
-from ..base.terms import PARTS, Outcome
-from ..base.units import show_bytes, show_seconds
+from ..base.terms import PARTS, PHASES, Outcome
+from ..base.units import MiB, show_bytes, show_seconds
 
 SHOWN_MODULES = 8  # rows of the printed table; --json has all
 
@@ -23,7 +23,8 @@ class ScriptReport(Tabular):
     `needed` is what a run that did not fit would have taken with enough room. `steps` counts updates of the weights;
     the steps of several optimizers can be one update. `step_seconds` is the median over the updates after the first,
     without communication between ranks; None where a kernel's time is not known. `step_seconds_low` to
-    `step_seconds_high` is its 80 % interval, None with several ranks.
+    `step_seconds_high` is its 80 % interval, None with several ranks. `phases` has the peak of each phase, `growth` the
+    bytes that the last step left behind, by module and line.
     """
 
     command: str
@@ -42,6 +43,8 @@ class ScriptReport(Tabular):
     step_seconds: float | None = None
     step_seconds_low: float | None = None
     step_seconds_high: float | None = None
+    phases: Mapping[str, int] = field(default_factory=dict)
+    growth: Mapping[str, int] = field(default_factory=dict)
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
@@ -64,6 +67,9 @@ class ScriptReport(Tabular):
             rows.append(("limit", show_bytes(self.limit)))
         largest = sorted(self.by_module.items(), key=lambda item: -sum(item[1].values()))[:SHOWN_MODULES]
         rows += [(f"of the peak, in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
+        growing = [(place, size) for place, size in self.growth.items() if size >= MiB][:SHOWN_MODULES]
+        rows += [(f"grows per step, in {place}", show_bytes(size)) for place, size in growing]
+        rows += [(f"peak during {PHASES[phase]}", show_bytes(size)) for phase, size in self.phases.items()]
         if self.step_seconds is not None:
             rows.append(("time per step", show_seconds(self.step_seconds)))
         if self.step_seconds_low is not None and self.step_seconds_high is not None:

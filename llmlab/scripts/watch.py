@@ -16,9 +16,10 @@ from weakref import WeakSet
 from ..base.errors import NotAvailable, SpecError, check_counts
 from ..base.notes import Note
 from ..base.terms import PARTS, Outcome
-from ..base.units import show_bytes
+from ..base.units import MiB, show_bytes
 from ..hardware.gpu import EMULATED_BF16, GPU
 from ..simulation.simulator import EAGER_TOO_LARGE, Simulator, simulator
+from .holders import Holder, holders
 from .report import ScriptReport
 
 ROOMY = 2**50  # bytes: of a card on which nothing runs out
@@ -96,6 +97,9 @@ class Watch:
         self._operators_done = 0  # how many operators had run after its last step
         self._optimizers: WeakSet[Any] = WeakSet()  # all that there were when a new one first stepped
         self._has_optimizer = False
+        self._allocated = 0  # bytes as the last update ended
+        self._holders: dict[Holder, int] = {}  # what held tensors then, if memory grew
+        self._holder: Holder | None = None  # what holds more with each update
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -204,6 +208,8 @@ class Watch:
 
     def _count(self) -> None:
         self.steps += 1
+        self._find_holder()
+        self.sim.end_step()
         self._stepped.clear()
         later = self._operators[self._operators_done :]  # they belong to the next update
         del self._operators[self._operators_done :]
@@ -212,6 +218,16 @@ class Watch:
         elif self._untimed is None:
             self._untimed = self._operators.untimed
         self._operators[:] = later
+
+    def _find_holder(self) -> None:
+        """Look for the variable that grows with memory; only where an update after the first takes more."""
+        if self._holder is None and self.steps > 1 and self.sim.allocated > self._allocated:
+            now = holders(self.sim.holds)
+            grown = {holder: size - self._holders[holder] for holder, size in now.items() if holder in self._holders}
+            if most := max(grown.values(), default=0):
+                self._holder = next(holder for holder, size in grown.items() if size == most) if most > 0 else None
+            self._holders = now
+        self._allocated = self.sim.allocated
 
     @property
     def is_done(self) -> bool:
@@ -242,6 +258,9 @@ class Watch:
             notes.append(NO_NETWORK)
         if sim.out_of_memory and self.ended != RAN_OUT_OF_MEMORY:
             notes.append(CAUGHT)
+        growth = sim.growth
+        if (grown := sum(growth.values())) >= MiB:
+            notes.append(Note("growth", self._growth(grown)))
         if self.refused:
             caught = "The script caught this error of the simulation and went on"
             notes.append(Note("caught-refusal", f"{caught}: {self.refused}"))
@@ -266,10 +285,24 @@ class Watch:
             step_seconds=seconds,
             step_seconds_low=seconds / interval if seconds and interval else None,
             step_seconds_high=seconds * interval if seconds and interval else None,
+            phases=timeline.phases,
+            growth=growth,
             by_category=_by_category(timeline.modules),
             by_module=timeline.modules,
             notes=tuple(notes),
         )
+
+    def _growth(self, size: int) -> str:
+        """Return what keeps `size` bytes of every step, and when the memory will be full."""
+        text = f"Memory grows by {show_bytes(size)} with each step"
+        if self._holder:
+            graphs = " and their autograd graphs" if self._holder.has_graph else ""
+            text += f", because {self._holder} keeps tensors of every step{graphs}. "
+            text += "Keep numbers (.item()) instead, or detach the tensors and move them to the host."
+        else:
+            text += ": something keeps tensors of earlier steps, often a list of losses or outputs."
+        room = (self.where.limit or self.where.gpu.memory) - self.sim.allocated
+        return f"{text} At this rate the GPU is full after about {max(0, room) // size} more steps."
 
 
 def _without_time(gpu: GPU, dtype: str) -> str:

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from math import log2
 from typing import Any
 
-from ..base.errors import SpecError
+from ..base.errors import NotAvailable, SpecError
 from ..hardware.gpu import GPU
 from ..hardware.kernel_tables import FOLDER, SCHEMA, WORK, Grid, KernelTable, kernel_table, timed
 
@@ -202,7 +202,10 @@ def expert_roofline(
 
 @cache
 def engine_kernels(gpu: GPU) -> EngineKernels:
-    """Return the kernels of `gpu`. Raises SpecError for a file that tools/import_engine_kernels.py did not write."""
+    """Return the kernels of `gpu`. Raises NotAvailable for a GPU that was named by its memory, and SpecError for a file
+    that tools/import_engine_kernels.py did not write."""
+    if gpu.by_memory:
+        raise NotAvailable(f"times on {gpu.name} are unknown, because it names no GPU model; give one of `llmlab gpus`")
     path = MEASURED / f"{gpu.name}.json"
     data: dict[str, Any] = {"schema": SCHEMA}
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+from ..specs.gguf import mix_named
+from .llamacpp import cache_type, slot_tokens
 from .service import Service
 
 QUANTIZATION = {"fp8": "fp8", "awq": "awq", "gptq": "gptq", "int8": "w8a8_int8"}  # SGLang's words
@@ -12,11 +14,13 @@ QUANTIZATION = {"fp8": "fp8", "awq": "awq", "gptq": "gptq", "int8": "w8a8_int8"}
 def launch_line(model: str, service: Service) -> str:
     """Return the shell command that starts the server of `service.engine` for `model`.
 
-    Options: vllm/engine/arg_utils.py, sglang/srt/server_args.py, tensorrt_llm/commands/serve.py, read 2026-11-29. A
-    checkpoint in nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of
-    weights and cache alone, TensorRT-LLM's of the memory that the weights leave, so both keep their defaults.
+    Options: vllm/engine/arg_utils.py, sglang/srt/server_args.py, tensorrt_llm/commands/serve.py, llama.cpp's
+    common/arg.cpp, read 2026-11-29. A checkpoint in nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is
+    vLLM's: SGLang's share is of weights and cache alone, TensorRT-LLM's of the memory that the weights leave, so both
+    keep their defaults. The .gguf file is taken to be in the current folder, with the name that is usual for it.
     """
-    options = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}[service.engine](model, service)
+    engines = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llama.cpp": _llamacpp}
+    options = engines[service.engine](model, service)
     return shlex.join([part for part in options if part])
 
 
@@ -70,5 +74,21 @@ def _trtllm(model: str, service: Service) -> list[str]:
             "--max_seq_len": service.max_model_len,
             "--max_batch_size": service.max_num_seqs,
             "--max_num_tokens": service.max_num_batched_tokens,
+        }),
+    ]  # fmt: skip
+
+
+def _llamacpp(model: str, service: Service) -> list[str]:
+    kv = cache_type(service.kv)
+    return [
+        "llama-server",
+        *_given({
+            "--model": f"{model.split('/')[-1]}-{mix_named(service.weights)}.gguf",
+            "--n-gpu-layers": service.n_gpu_layers,
+            "--ctx-size": service.slots * slot_tokens(service),
+            "--parallel": service.slots,
+            "--batch-size": service.max_num_batched_tokens,
+            "--cache-type-k": None if kv == "f16" else kv,
+            "--cache-type-v": None if kv == "f16" else kv,
         }),
     ]  # fmt: skip

@@ -10,6 +10,7 @@ from math import log
 
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
+from .llamacpp import Buffers
 from .memory import Memory
 from .replay import Arrival, Pass, Served, percentile
 from .replay import replay as replayed
@@ -21,10 +22,11 @@ ROUNDS = 10  # answers that each user waits for, as in InferenceX's runs
 REQUESTS = 400  # of a load given by a rate
 # A first token comes later than its prompt is read: by steps that are under way or queued, and by the engine's HTTP
 # server; and among users who each wait for an answer, a tenth of the others' prompts come before one's own, since
-# their answers end together. Fitted on every eighth deployment of benchmarks/serving.py, whose results say how far off
-# the others are.
+# their answers end together. Fitted on every eighth deployment of benchmarks/serving/serving.py, whose results say how
+# far off the others are.
 FIRST_STEPS, TOGETHER = 5.4, 0.1
 FIRST_TOKEN = {"vllm": 0.0, "sglang": 0.31, "trtllm": 0.08}
+LLAMA_STEPS = 1  # llama.cpp samples the first token in the prompt's last step; the step before may be under way
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed
 
 
@@ -42,7 +44,7 @@ class Latency:
     requests_per_second: float
 
 
-def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> Latency:
+def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers) -> Latency:
     """Return the latencies under the service's load. Raises SpecError where a request does not fit the cache."""
     served = simulate(spec, service, gpu, memory)
     times = summary(served)
@@ -62,7 +64,10 @@ def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:
 def answer_delay(spec: ModelSpec, service: Service, gpu: GPU) -> float:
     """Return by how much a first token comes later than its prompt is read: steps that are queued, the HTTP server."""
     step = Step(service.concurrency or 1, service.prompt_len)
-    return FIRST_STEPS * sum(step_seconds(spec, service, gpu, step).values()) + FIRST_TOKEN[service.engine]
+    seconds = sum(step_seconds(spec, service, gpu, step).values())
+    if service.engine == "llama.cpp":
+        return LLAMA_STEPS * seconds if (service.concurrency or 1) > 1 or service.rate else 0.0
+    return FIRST_STEPS * seconds + FIRST_TOKEN[service.engine]
 
 
 def prompt_seconds(spec: ModelSpec, service: Service, gpu: GPU) -> float:
@@ -88,7 +93,7 @@ def _pieces(service: Service, gpu: GPU) -> tuple[int, int, int]:
     return new, chunk, service.prompt_len - new + (new - chunk) // 2
 
 
-def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory) -> list[Served]:
+def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers) -> list[Served]:
     """Return the requests of the service's load as they are served."""
     requests = arrivals_of(service)
     limit, tokens = service.limits(gpu)

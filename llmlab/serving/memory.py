@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..base.units import show_bytes
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
 from .kernels import BITS
 from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, Recurrence, layers_of
+from .llamacpp import Buffers, buffers
 from .service import Service
 
 BLOCK = 16  # tokens per block of the cache
@@ -59,9 +61,24 @@ class Memory:
         """Requests of the service's length that the cache holds together."""
         return max(0, self.cache) // max(1, self.per_request)
 
+    @property
+    def missing(self) -> int:
+        """Bytes by which the cache is too small for one request; below 0 if it is not."""
+        return self.per_request - self.cache
 
-def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory:
-    """Return how `service` divides the memory of each of its GPUs."""
+    def shown(self) -> list[str]:
+        """Return the lines of a report."""
+        sizes = (
+            ("budget", self.budget), ("weights", self.weights), ("outside of torch", self.outside),
+            ("peak of a step", self.activations), ("CUDA graphs", self.graphs), ("KV cache", self.cache),
+        )  # fmt: skip
+        return [f"{name:20}{show_bytes(size) if size >= 0 else '-' + show_bytes(-size):>12}" for name, size in sizes]
+
+
+def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buffers:
+    """Return how `service` divides the memory of each of its GPUs, or llama.cpp's buffers."""
+    if service.engine == "llama.cpp":
+        return buffers(spec, service, gpu)
     length = service.prompt_len + service.output_len
     outside = OUTSIDE + ((gpu.nccl or NCCL) if service.gpus > 1 else 0)
     budget = int(gpu.memory * service.gpu_memory_utilization)

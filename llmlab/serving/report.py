@@ -13,6 +13,7 @@ from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
 from .kernels import engine_kernels
 from .layers import Attention, LatentAttention, layers_of
+from .llamacpp import Buffers, buffers, slot_tokens
 from .load import Latency, latency, prompt_seconds
 from .memory import Memory, divided_memory
 from .service import Service
@@ -22,6 +23,9 @@ from .step import Step, step_seconds
 # predicted one; the factors were chosen on the same deployments.
 TPOT_INTERVAL = (0.8, 1.35)
 TTFT_INTERVAL = (0.57, 2.15)
+# Of llama.cpp: those of TPOT hold 20 of the 24 speeds of decoding in the archive's figures llama-bench-cuda,
+# -llama-3-8b and -apple, those of TTFT 9 of the 11 prompts of llama-bench-cuda-prompt.
+LLAMA_CPP_INTERVALS = (0.85, 1.2), (0.88, 1.16)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class ServingReport:
     model: str
     gpu: str
     service: Service
-    memory: Memory
+    memory: Memory | Buffers
     running: int
     latency: Latency | None
     time: dict[str, float]
@@ -59,28 +63,32 @@ class ServingReport:
         """Tokens per second that one request gets after its first."""
         return 1 / self.latency.tpot if self.latency and self.latency.tpot else None
 
+    @property
+    def intervals(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """The factors of TPOT and of TTFT between which 80 % of measured deployments are."""
+        return LLAMA_CPP_INTERVALS if self.service.engine == "llama.cpp" else (TPOT_INTERVAL, TTFT_INTERVAL)
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON."""
         data = asdict(self) | {"outcome": self.outcome, "notes": [str(note) for note in self.notes]}
-        data["memory"] |= {"blocks": self.memory.blocks, "tokens": self.memory.tokens, "requests": self.memory.requests}
+        data["memory"] |= {"tokens": self.memory.tokens, "requests": self.memory.requests}
+        if isinstance(self.memory, Memory):
+            data["memory"]["blocks"] = self.memory.blocks
         data["tokens_per_second_per_gpu"] = self.tokens_per_second_per_gpu
         return data
 
     def __str__(self) -> str:
         memory, service = self.memory, self.service
         lines = [f"{self.model} on {service.gpus} × {self.gpu}, {service.engine}, weights in {service.weights}", ""]
-        sizes = (
-            ("budget", memory.budget), ("weights", memory.weights), ("outside of torch", memory.outside),
-            ("peak of a step", memory.activations), ("CUDA graphs", memory.graphs), ("KV cache", memory.cache),
-        )  # fmt: skip
-        lines += [f"{name:20}{show_bytes(size) if size >= 0 else '-' + show_bytes(-size):>12}" for name, size in sizes]
+        lines += memory.shown()
         if not self.latency:
-            missing = show_bytes(memory.per_request - memory.cache)
+            missing = show_bytes(memory.missing)
             return "\n".join([*lines, "", f"Out of memory: {missing} more are needed on each GPU.", *self._noted()])
         lines += [f"{'cache holds':20}{memory.tokens:>12,} tokens, {memory.requests:,} requests of this length", ""]
         times = self.latency
+        tpot, ttft = self.intervals
         for name, value, far, (low, high) in (
-            ("TTFT", times.ttft, times.ttft_p99, TTFT_INTERVAL), ("TPOT", times.tpot, times.tpot_p99, TPOT_INTERVAL)
+            ("TTFT", times.ttft, times.ttft_p99, ttft), ("TPOT", times.tpot, times.tpot_p99, tpot)
         ):  # fmt: skip
             between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
             lines.append(f"{name:20}{show_seconds(value):>12} ({between}), p99 {show_seconds(far)}")
@@ -121,12 +129,16 @@ def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
 
 def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     """Return the service with the model's longest request filled in. Raises SpecError for what cannot be."""
-    longest = service.max_model_len or spec.max_positions
+    llamacpp = service.engine == "llama.cpp"
+    needed = min(slot_tokens(service), spec.max_positions) if llamacpp else spec.max_positions
+    longest = service.max_model_len or needed
     if longest > spec.max_positions:
         raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions")
     if service.prompt_len + service.output_len > longest:
         total = f"prompt_len={service.prompt_len} and output_len={service.output_len} are more"
         raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")
+    if llamacpp:
+        return replace(service, max_model_len=longest)
     units = {"fp8": "fp8", "nvfp4": "fp4"}.get(service.weights)
     if units and gpu.peak(units) is None:
         words = f'weights="{service.weights}": {gpu.name} has no {units} units'
@@ -140,6 +152,14 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
 
 def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
     notes = []
+    if service.engine == "llama.cpp":
+        words = "times are those of the weights' bytes at 80 % of the memory's bandwidth; no kernels were measured"
+        notes.append(Note("kernels-not-measured", words))
+        memory = divided_memory(spec, service, gpu)
+        if isinstance(memory, Buffers) and memory.offloaded < memory.layers:
+            words = f"layers on the CPU read its memory at {service.cpu_memory_gb_s:g} GB/s (--cpu-memory-gb-s)"
+            notes.append(Note("layers-on-the-cpu", words))
+        return notes
     if not engine_kernels(gpu).measured:
         words = f"no kernels of {gpu.name} were measured: times are those of its data sheet"
         notes.append(Note("kernels-not-measured", f"{words}, at 80 % of its bandwidth and 60 % of its peak"))
@@ -154,6 +174,9 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
 def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
     """Return the smallest change with which a request fits: more GPUs, then smaller weights."""
     tries: list[tuple[dict[str, Any], str]]
+    if service.engine == "llama.cpp":
+        most = buffers(spec, replace(service, n_gpu_layers=None), gpu)
+        return f"n_gpu_layers={most.offloaded}" if most.requests else None
     tries = [({"tp": count}, f"tp={count}") for count in (2, 4, 8) if count > service.tp]
     small = [kind for kind, units in (("fp8", "fp8"), ("nvfp4", "fp4"), ("awq", "bf16")) if gpu.peak(units)]
     tries += [({"weights": kind}, f'weights="{kind}"') for kind in small if kind != service.weights]

@@ -16,7 +16,7 @@ from ..report import Report
 from ..specs.model import ModelSpec
 from ..specs.run import Training
 from .load import latency
-from .memory import divided_memory
+from .memory import Memory, divided_memory
 from .report import TPOT_INTERVAL, checked
 from .service import Service
 
@@ -37,6 +37,7 @@ def with_generation(report: Report, spec: ModelSpec, run: Training, gpu: GPU) ->
     """Return the `report` of an update with the phase before it, in which the engine generates."""
     service = checked(spec, engine(run), gpu)
     memory = divided_memory(spec, service, gpu)
+    assert isinstance(memory, Memory)  # vLLM's
     trained = report.parts.get("weights", 0) + report.parts.get("optimizer", 0)
     awake, asleep = trained + memory.budget, memory.outside + memory.graphs
     outside = gpu.outside(run.world_size) or 0

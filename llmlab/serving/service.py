@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base.errors import SpecError
+from ..base.errors import SpecError, unknown_name
 from ..hardware.gpu import GPU
+from ..specs.gguf import MIXES, mix_named
 
-ENGINES = ("vllm", "sglang", "trtllm")
+ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp")
 WEIGHTS = ("bf16", "fp16", "fp8", "int8", "awq", "gptq", "mxfp4", "nvfp4")
 KV = ("bf16", "fp16", "fp8")
-CHOICES = {"engine": ENGINES, "weights": WEIGHTS, "kv": KV}
+# llama.cpp's, common/arg.cpp, kv_cache_types; 16 bits are its f16
+CACHE_TYPES = ("f16", "bf16", "fp16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "f32")
+CHOICES = {
+    "engine": ENGINES,
+    "weights": tuple(dict.fromkeys((*WEIGHTS, *map(str.lower, MIXES)))),
+    "kv": tuple(dict.fromkeys((*KV, *CACHE_TYPES))),
+}
 HELP = {
     "engine": f"One of {', '.join(ENGINES)}.",
-    "weights": f"What the linear layers are stored in, one of {', '.join(WEIGHTS)}.",
-    "kv": f"What the KV cache is stored in, one of {', '.join(KV)}.",
+    "weights": f"What the linear layers are stored in, one of {', '.join(WEIGHTS)}; with llama.cpp a GGUF type such as "
+    "q4_k_m.",
+    "kv": f"What the KV cache is stored in, one of {', '.join(KV)}; with llama.cpp one of {', '.join(CACHE_TYPES)}.",
     "tp": "Tensor parallelism: GPUs that share each layer. Default: all of --gpu.",
     "ep": "Expert parallelism: 1, or tp.",
     "dp_attention": "Copies of attention, each with its own requests.",
-    "gpu_memory_utilization": "Share of a GPU's memory that the engine takes.",
-    "max_model_len": "Tokens of the longest request. Default: the model's.",
+    "gpu_memory_utilization": "Share of a GPU's memory that the engine takes; llama.cpp takes what it needs.",
+    "max_model_len": "Tokens of the longest request. Default: the model's; with llama.cpp those of prompt and answer.",
     "max_num_seqs": "Most requests in a step.",
     "max_num_batched_tokens": "Most tokens in a step.",
     "prompt_len": "Tokens of a prompt.",
@@ -28,6 +36,9 @@ HELP = {
     "prefix_hit": "Share of a prompt that the prefix cache has.",
     "concurrency": "Users, each of whom waits for an answer before the next request.",
     "rate": "Requests per second, at random times.",
+    "n_gpu_layers": "Layers that llama.cpp puts on the GPU, the output layer included. Default: as many as fit.",
+    "cpu_memory_gb_s": "Bandwidth of the CPU's memory in 10^9 bytes/s, for llama.cpp's other layers. Two channels of "
+    "DDR4-3200 have 51, of DDR5-5600 90.",
 }  # fmt: skip
 UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, read 2026-11-21; 0.9 before 2026
 
@@ -36,8 +47,9 @@ UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, re
 class Service:
     """A deployment of one model on tp GPUs, and the requests that it gets.
 
-    `engine`: "vllm", "sglang" or "trtllm". `weights`: what the linear layers are stored in; "mxfp4" and "nvfp4" of
-    a mixture of experts are those of its experts. `kv`: the cache's dtype. `tp`: degree of tensor parallelism;
+    `engine`: "vllm", "sglang", "trtllm" or "llama.cpp". `weights`: what the linear layers are stored in; "mxfp4" and
+    "nvfp4" of a mixture of experts are those of its experts; with llama.cpp a GGUF type ("q4_k_m"). `kv`: the cache's
+    dtype. `tp`: degree of tensor parallelism (llama.cpp gives each GPU some of the layers instead);
     `ep`: GPUs over which the experts are divided, tp or 1; `dp_attention`: copies of attention, each on tp /
     dp_attention GPUs with requests of its own. `gpu_memory_utilization`: share of a GPU's memory that the engine
     takes; `max_model_len`: tokens of the longest request (None: the model's); `max_num_seqs`: requests in a step;
@@ -45,7 +57,8 @@ class Service:
     `prompt_len` and `output_len`: tokens of a request; with a `range_ratio` below 1 both are drawn evenly from
     range_ratio · length to length, as load generators do; `prefix_hit`: share of the prompt that the prefix cache
     has. `concurrency`: users, each of whom waits for an answer before the next request; or `rate`: requests per
-    second that come at random.
+    second that come at random. `n_gpu_layers` (llama.cpp): layers on the GPU, the output layer included (None: as many
+    as fit); the others run on the CPU, whose memory has a bandwidth of `cpu_memory_gb_s` · 10^9 bytes/s.
     """
 
     engine: str = "vllm"
@@ -64,20 +77,22 @@ class Service:
     prefix_hit: float = 0.0
     concurrency: int | None = None
     rate: float | None = None
+    n_gpu_layers: int | None = None
+    cpu_memory_gb_s: float = 50.0
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise SpecError(f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}")
+        self._check_formats()
         counts = ("tp", "ep", "dp_attention", "prompt_len", "output_len")
         for name in counts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(f"{name}={value!r}: give a whole number >= 1")
-        for name in ("max_model_len", "concurrency", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SpecError(f"{name}={value!r}: give a whole number >= 1, or None")
+        for name in ("max_model_len", "concurrency", "max_num_seqs", "max_num_batched_tokens", "n_gpu_layers"):
+            value, least = getattr(self, name), 0 if name == "n_gpu_layers" else 1
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise SpecError(f"{name}={value!r}: give a whole number >= {least}, or None")
+        if not 1 <= self.cpu_memory_gb_s <= 10_000:
+            raise SpecError(f"cpu_memory_gb_s={self.cpu_memory_gb_s!r}: give 10^9 bytes per second, 1 to 10,000")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization
             raise SpecError(f"gpu_memory_utilization={given!r}: give a share of the GPU's memory, 0 < share <= 1")
@@ -94,12 +109,39 @@ class Service:
         if self.tp % self.dp_attention:
             raise SpecError(f"dp_attention={self.dp_attention} does not divide tp={self.tp}")
 
+    def _check_formats(self) -> None:
+        if self.engine not in ENGINES:
+            raise SpecError(f"engine={self.engine!r}: give one of {', '.join(map(repr, ENGINES))}")
+        if self.engine == "llama.cpp":
+            mix_named(self.weights)
+            if self.kv not in CACHE_TYPES:
+                hint = f"llama.cpp has {', '.join(CACHE_TYPES)}."
+                raise unknown_name("cache type", str(self.kv), list(CACHE_TYPES), hint)
+            if self.ep > 1 or self.dp_attention > 1:
+                raise SpecError("ep and dp_attention are not options of llama.cpp; leave them at 1")
+            return
+        for name, allowed in (("weights", WEIGHTS), ("kv", KV)):
+            if getattr(self, name) not in allowed:
+                of_llama_cpp = getattr(self, name) in CHOICES[name]
+                words = f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}"
+                raise SpecError(words + (', or engine="llama.cpp"' if of_llama_cpp else ""))
+        if self.n_gpu_layers is not None:
+            raise SpecError(f'n_gpu_layers={self.n_gpu_layers!r} is an option of engine="llama.cpp"; leave it out')
+
+    @property
+    def slots(self) -> int:
+        """Requests that llama-server has a cache for (--parallel): those that are asked for, or its default of four."""
+        return self.max_num_seqs or self.concurrency or (4 if self.rate else 1)
+
     def limits(self, gpu: GPU) -> tuple[int, int]:
         """Return the most requests and tokens in a step.
 
         vLLM's server takes 1,024 and 8,192 on a GPU of 70 GiB or more that is not an A100, else 256 and 2,048
-        (vllm/engine/arg_utils.py, get_batch_defaults, read 2026-11-21); the other engines are taken to do alike.
+        (vllm/engine/arg_utils.py, get_batch_defaults, read 2026-11-21); SGLang and TensorRT-LLM are taken to do alike.
+        llama.cpp takes its slots, and 2,048 tokens (--batch-size).
         """
+        if self.engine == "llama.cpp":
+            return self.slots, self.max_num_batched_tokens or 2048
         large = gpu.memory >= 70 * 2**30 and not gpu.name.startswith("A100")
         requests, tokens = (1024, 8192) if large else (256, 2048)
         return self.max_num_seqs or requests, self.max_num_batched_tokens or tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -12,8 +13,9 @@ from ..base.tables import Table
 from ..base.units import show_seconds
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
+from . import llamacpp
 from .load import answer_delay, first_token, prefill_seconds, prompt_seconds
-from .memory import cache_bytes, divided_memory
+from .memory import Memory, cache_bytes, divided_memory
 from .report import checked
 from .service import Service
 from .step import Step, step_seconds
@@ -68,9 +70,14 @@ def frontier(spec: ModelSpec, service: Service, gpu: GPU, users: Sequence[int] =
     are read while one answer is written. Raises SpecError for a service that cannot be.
     """
     service = checked(spec, service, gpu)
-    room = divided_memory(spec, service, gpu).requests * service.dp_attention
-    most = min(room, service.limits(gpu)[0] * service.dp_attention)
-    return [_point(spec, replace(service, concurrency=count, rate=None), gpu) for count in users if count <= most]
+    points = []
+    for count in users:
+        one = replace(service, concurrency=count, rate=None)
+        room = min(divided_memory(spec, one, gpu).requests, one.limits(gpu)[0])
+        if count > room * service.dp_attention:
+            break
+        points.append(_point(spec, one, gpu))
+    return points
 
 
 def _point(spec: ModelSpec, service: Service, gpu: GPU) -> Point:
@@ -178,18 +185,19 @@ def _step_of(spec: ModelSpec, service: Service, gpu: GPU, users: int, context: i
 
 def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> int:
     """Return the tokens that each of `users` requests can have in the cache together, at most the model's; 0: none."""
+    if service.engine == "llama.cpp":
+        return llamacpp.longest_context(spec, service, gpu, users)
     room = max(0, divided_memory(spec, service, gpu).cache) * service.dp_attention // users
-    low, high = 0, spec.max_positions
-    while low < high:  # the bytes of a request grow with its tokens, but not in proportion where windows bound them
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if cache_bytes(spec, service, middle) <= room else (low, middle - 1)
-    return low
+    # The bytes of a request grow with its tokens, but not in proportion where windows bound them.
+    return bisect_right(range(1, spec.max_positions + 1), room, key=lambda tokens: cache_bytes(spec, service, tokens))
 
 
 def least_utilization(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> float | None:
     """Return the smallest gpu_memory_utilization with which `users` requests of the service's length fit; None where
-    they do not even fit the whole GPU."""
+    they do not even fit the whole GPU. Raises SpecError for llama.cpp, which has no such share."""
     memory = divided_memory(spec, replace(service, gpu_memory_utilization=1.0), gpu)
+    if not isinstance(memory, Memory):
+        raise SpecError("llama.cpp has no share of the GPU's memory: it takes what it needs; ask for longest_context")
     needed = memory.budget - memory.cache + memory.per_request * ceil(users / service.dp_attention)
     return needed / memory.budget if needed <= memory.budget else None
 

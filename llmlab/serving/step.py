@@ -7,11 +7,12 @@ step with single tokens alone are started as one CUDA graph, so that between the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
+from . import llamacpp
 from .kernels import EngineKernels, engine_kernels
 from .layers import Attention, DenseMLP, Experts, LatentAttention, Layer, Recurrence, layers_of
 from .service import Service
@@ -19,7 +20,7 @@ from .service import Service
 PARTS = ("matmuls", "attention", "experts", "communication", "other kernels", "host")
 # Small kernels of a mixer: two norms with the residual (one is the MLP's), rotary embedding, writing to the cache.
 MIXER_KERNELS, MLP_KERNELS, EXPERT_KERNELS = 3, 2, 4
-# Set by hand near what fits every eighth deployment of benchmarks/serving.py best.
+# Set by hand near what fits every eighth deployment of benchmarks/serving/serving.py best.
 STEP_HOST = {"vllm": 0.3e-3, "sglang": 1e-3, "trtllm": 0.1e-3}  # seconds of a step that the GPU waits for the host
 ROW_HOST = 15e-6  # and per sequence: its token is sampled, sent and scheduled
 
@@ -37,7 +38,9 @@ class Step:
 
 
 def step_seconds(spec: ModelSpec, service: Service, gpu: GPU, step: Step) -> dict[str, float]:
-    """Return the seconds of a step by PARTS; their sum is the step's."""
+    """Return the seconds of a step by PARTS, or by llama.cpp's; their sum is the step's."""
+    if service.engine == "llama.cpp":
+        return llamacpp.step_seconds(spec, service, gpu, *astuple(step))
     return dict(_step_seconds(spec, service, gpu, step))
 
 

@@ -98,7 +98,8 @@ class Decoder:
             self.engine.observer = None
         living = tuple(map(record.living, [*_cached(cache), output.logits]))
         made = [number for number in record.alive.values() if number > 0]
-        if not record.complete or sorted(each.number for each in living) != sorted(made) or _others(cache) != others:
+        numbers = sorted(tensor.number for tensor in living)
+        if not record.complete or numbers != sorted(made) or _others(cache) != others:
             return output, None
         counters = tuple(_counters(layer) for layer in cache.layers)
         requests, kernels = tuple(record.requests), tuple(self.operators[first:])
@@ -108,12 +109,12 @@ class Decoder:
         """Make the requests of step `number`; return an output with its logits."""
         assert self.line is not None
         cached, steps = _cached(cache), number - self.line[0]
-        held = [self.engine.held(each) for each in cached]
-        step = replayer.replay(steps, [each.address for each in held])
+        storages = [self.engine.held(tensor) for tensor in cached]
+        step = replayer.replay(steps, [storage.address for storage in storages])
         if self.highest is None or step.peak > self.highest.peak:
             self.highest = step
         *addresses, logits = step.living
-        for storage, address in zip(held, addresses, strict=True):
+        for storage, address in zip(storages, addresses, strict=True):
             storage.address = address
         if self.engine.watch is self.operators:
             self.operators.extend(replayer.kernels(steps))
@@ -146,13 +147,13 @@ def _predicted(first: int, one: DecodeStep, other: DecodeStep, number: int) -> D
 
 def _cached(cache: Any) -> list[Tensor]:
     tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return [each for each in tensors if isinstance(each, Tensor)]
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def _others(cache: Any) -> list[int]:
     """Return which tensors the cache has besides keys and values: a replay cannot change these."""
-    held = (item for layer in cache.layers for item in vars(layer).items())
-    return [id(value) for name, value in held if isinstance(value, Tensor) and name not in ("keys", "values")]
+    attributes = (item for layer in cache.layers for item in vars(layer).items())
+    return [id(value) for name, value in attributes if isinstance(value, Tensor) and name not in ("keys", "values")]
 
 
 def _counters(layer: Any) -> tuple[tuple[str, int], ...]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..base.compat import disable_current_modes, tree_unflatten
-from ..recording.events import Event
+from ..recording.parts import Event
 from ..traces.kernels import Kernel
 from .allocator.caching import Allocator
 from .allocator.config import SMALL_SIZE, round_size
@@ -56,13 +56,13 @@ class Plan:
 
     def __init__(self, changes: list[Change], living: list[int], steps: int) -> None:
         self.changes, self.living = changes, living
-        self.sizes = np.array([each.size for each in changes])
-        self.growths = np.array([each.growth for each in changes])
-        self.signs = np.array([-1 if each.frees else 1 for each in changes])
+        self.sizes = np.array([change.size for change in changes])
+        self.growths = np.array([change.growth for change in changes])
+        self.signs = np.array([-1 if change.frees else 1 for change in changes])
         # A free of a block that is older than the step frees the size that it had in the step before.
-        large = [each.bytes(steps) > SMALL_SIZE < each.bytes(steps - each.outlives) for each in changes]
-        self.shown = [is_large or each.outlives for is_large, each in zip(large, changes, strict=True)]
-        self.large = [each for is_large, each in zip(large, changes, strict=True) if is_large and not each.frees]
+        large = [change.bytes(steps) > SMALL_SIZE < change.bytes(steps - change.outlives) for change in changes]
+        self.shown = [is_large or change.outlives for is_large, change in zip(large, changes, strict=True)]
+        self.large = [change for is_large, change in zip(large, changes, strict=True) if is_large and not change.frees]
         self.small = [at for at, shown in enumerate(self.shown) if not shown]
         start, self.end, period = _repetition([
             _effect(at, change, is_large) for at, (change, is_large) in enumerate(zip(changes, large, strict=True))
@@ -88,14 +88,14 @@ def _repetition(effects: list[Any]) -> tuple[int, int, int]:
     """Return where the longest stretch that repeats itself begins and ends, and its period."""
     numbers: dict[Any, int] = {}
     numbered = np.array([numbers.setdefault(effect, len(numbers)) for effect in effects])
-    longest, found = 0, (0, 0, 1)
+    longest, longest_run = 0, (0, 0, 1)
     for period in range(1, len(numbered) // 3):
         edges = np.flatnonzero(np.r_[True, numbered[period:] != numbered[:-period], True])
         at = int(np.diff(edges).argmax())
         start, stop = int(edges[at]), int(edges[at + 1]) - 1
         if stop - start > longest:
-            longest, found = stop - start, (start, stop + period, period)
-    return found
+            longest, longest_run = stop - start, (start, stop + period, period)
+    return longest_run
 
 
 class Replayed(NamedTuple):
@@ -167,7 +167,7 @@ class Replayer:
         if engine.place is not None:
             engine.place = lambda: here
         # If cached segments may be given back, the state of the small pool matters at every moment.
-        room = isinstance(memory, Allocator) and memory.has_room(each.bytes(steps) for each in plan.large)
+        room = isinstance(memory, Allocator) and memory.has_room(change.bytes(steps) for change in plan.large)
         allocator = memory if isinstance(memory, Allocator) and room else None
         seen: dict[Any, int] = {}  # the positions at which the small pool was in a state
         cycle = skipped_until = 0
@@ -209,7 +209,7 @@ class Replayer:
 
     def _planned(self, scratch: dict[tuple[Request, Request], tuple[int, ...]], steps: int) -> Plan:
         """Return the plan of a step; `scratch`: the sizes of each operator's buffers, and FREE, by its two calls."""
-        living = [each.number for each in self.one.living]
+        living = [tensor.number for tensor in self.one.living]
         changes: list[Change] = []
         blocks: dict[int, int] = {}  # by the number of a malloc
         buffers: dict[int, list[int]] = {}  # the scratch of each operator that is in use
@@ -244,8 +244,8 @@ class Replayer:
         """Return what the workspace function yields for the shapes of `request`, before its outputs or after them."""
         with disable_current_modes():
             leaves = [
-                torch.empty(each.shape, dtype=each.dtype, device="meta") if isinstance(each, Argument) else each
-                for each in request.leaves
+                torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Argument) else leaf
+                for leaf in request.leaves
             ]
             op = Operator(request.func, *tree_unflatten(leaves, request.form))
             steps = iter(self.engine.workspaces[request.func.name()](op, self.engine.gpu))

@@ -60,9 +60,9 @@ class Depth:
         """
         half = self.first + self.period * ((self.least - self.first) // self.period // 2) if self.period else 0
         for stack in self.stacks if self.period else ():
-            found = re.search(rf"(^|\.){re.escape(stack)}\.(\d+)", path)
-            if found and int(found[2]) >= half:
-                return f"{path[: found.start(2)]}{int(found[2]) + self.period}{path[found.end(2) :]}"
+            match = re.search(rf"(^|\.){re.escape(stack)}\.(\d+)", path)
+            if match and int(match[2]) >= half:
+                return f"{path[: match.start(2)]}{int(match[2]) + self.period}{path[match.end(2) :]}"
         return path
 
 
@@ -105,8 +105,8 @@ def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
         listed = isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
         if listed and len(value) in counts.values():
             text[name] = value[:layers]  # one for each layer
-        elif isinstance(value, list) and name.endswith("layers") and all(isinstance(each, int) for each in value):
-            text[name] = [each for each in value if each < layers]  # their numbers
+        elif isinstance(value, list) and name.endswith("layers") and all(isinstance(item, int) for item in value):
+            text[name] = [item for item in value if item < layers]  # their numbers
     if config["model_type"] != text["model_type"]:
         nested = families()[config["model_type"]]["nested"]
         text = config | {next(key for key, kind in nested.items() if kind == text["model_type"]): text}
@@ -116,10 +116,10 @@ def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
 def _has(spec: ModelSpec, layers: int, columns: list[Any]) -> bool:
     """Whether the model with so many layers has the first ones of `columns`."""
     try:
-        found = _stacks(with_layers(spec, layers))
+        stacks = _stacks(with_layers(spec, layers))
     except (SpecError, NotAvailable):
         return False
-    return list(zip(*found.values(), strict=False)) == columns[:layers]
+    return list(zip(*stacks.values(), strict=False)) == columns[:layers]
 
 
 def _stacks(spec: ModelSpec) -> dict[str, list[Signature]]:

@@ -27,8 +27,8 @@ def trace_of(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
     run = check(spec, run, card)
     assert isinstance(run, Training)
     key = spec.config_json, run, card.name
-    if (found := find(spec, run, card)) or key in _without or not all(map(find_spec, ("torch", "transformers"))):
-        return found
+    if (stored := find(spec, run, card)) or key in _without or not all(map(find_spec, ("torch", "transformers"))):
+        return stored
     from .tracing import derived
 
     if spec.name not in _announced and sys.stderr.isatty():  # a notebook would keep the line as an output

@@ -63,18 +63,18 @@ class Counted(NamedTuple):
 
 def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat16) -> list[Counted]:
     """Return what rungs 0 and 1 move on `card`; rung 2, where a C++ compiler is; 3 and 4, where Triton interprets."""
-    found = []
+    counts = []
     for rung in (0, 1):
         with simulator(card) as sim:
-            found.append(_count(kernel, rung, dtype, "cuda", partial(_count_simulated, sim)))
+            counts.append(_count(kernel, rung, dtype, "cuda", partial(_count_simulated, sim)))
     if shutil.which(os.environ.get("CXX", "g++")):
-        found.append(_count_compiled(kernel, dtype))
+        counts.append(_count_compiled(kernel, dtype))
     if rungs.INTERPRETED:
         # A program of RMSNorm's backward sums over as many rows as it would of REAL_ROWS.
         norm = import_module("llmlab.course.kernels.ladder.rms_norm")
         with mock.patch.object(norm, "PROGRAMS", norm.PROGRAMS * ROWS // REAL_ROWS):
-            found += [_count(kernel, rung, dtype, "cpu", count_moved) for rung in (3, 4)]
-    return found
+            counts += [_count(kernel, rung, dtype, "cpu", count_moved) for rung in (3, 4)]
+    return counts
 
 
 def count_all(card: str) -> dict[str, list[Counted]]:
@@ -110,9 +110,9 @@ def _count_compiled(kernel: str, dtype: torch.dtype) -> Counted:
     count_bytes = GraphLowering.count_bytes
 
     def counted(graph: Any) -> Any:
-        found = count_bytes(graph)
-        graphs.append(Moved(len(graph.scheduler.nodes), found[0], found[0]))
-        return found
+        count = count_bytes(graph)
+        graphs.append(Moved(len(graph.scheduler.nodes), count[0], count[0]))
+        return count
 
     def uncounted(step: Callable[[], object]) -> Moved:
         step()

@@ -69,7 +69,7 @@ INT8_NOTE = Note(
     "The simulation assumes that no activation exceeds int8's outlier threshold; outlier columns need more memory.",
 )
 
-# benchmarks/loading.py simulates the order of threads, and shows what the published rows reserved more.
+# benchmarks/memory/loading.py simulates the order of threads, and shows what the published rows reserved more.
 NF4_NOTE = Note(
     "nf4-load-order",
     "The simulation loads NF4 weights one at a time, as transformers 5.4 and later do. Earlier versions load them in "
@@ -98,8 +98,9 @@ def simulated(
     first, *others = reports
     if not others:
         return first
-    said = [f"stage {stage} {show_bytes(each.peak_allocated)}" for stage, each in zip(stages[1:], others, strict=True)]
-    peaks = Note("other-stages", f"The figures are of pipeline stage 0; peaks of other stages: {', '.join(said)}.")
+    peaks_by_stage = ", ".join(f"stage {stage} {show_bytes(report.peak_allocated)}"
+                               for stage, report in zip(stages[1:], others, strict=True))  # fmt: skip
+    peaks = Note("other-stages", f"The figures are of pipeline stage 0; peaks of other stages: {peaks_by_stage}.")
     first = replace(first, notes=(peaks, *first.notes))
     over = [report for report in others if report.outcome == "out of memory"]
     if not over and card and any(report.outcome == "unknown" for report in others):

@@ -25,6 +25,8 @@ from .capability import capability_of
 if TYPE_CHECKING:
     from os import PathLike
 
+    from torch import Tensor
+
     from .card import Card
     from .profile.operator_log import Operators
     from .profile.timeline import Phases, Timeline
@@ -111,6 +113,19 @@ class Simulator:
         self._card.memory.reset_peak()
         self._card.peaks_before = 0, 0
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` has memory on the simulated card."""
+        return self._card.engine.address(tensor) is not None
+
+    def end_step(self) -> None:
+        """Say that a step of the training loop has ended, so that `growth` can compare two of them."""
+        self._card.history.steps.append(len(self._card.history.entries))
+
+    @property
+    def growth(self) -> dict[str, int]:
+        """Bytes that the last step left behind, by module and line; empty before the second `end_step()`."""
+        return self._card.history.growth()
+
     @contextmanager
     def operators(self) -> Iterator[Operators]:
         """Give a list of the operators that run on the card inside the block, with their FLOP, bytes and `seconds`.
@@ -142,8 +157,8 @@ class Simulator:
     def __repr__(self) -> str:
         from ..base.units import show_bytes
 
-        held = f"{show_bytes(self.peak_allocated)} allocated, {show_bytes(self.peak_reserved)} reserved"
-        return f"<simulated {self.gpu.name}: at most {held}>"
+        state = f"{show_bytes(self.peak_allocated)} allocated, {show_bytes(self.peak_reserved)} reserved"
+        return f"<simulated {self.gpu.name}: at most {state}>"
 
 
 @contextmanager
@@ -190,10 +205,10 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
     meter, and SpecError inside another simulator and in a second thread.
     """
-    found = find_gpu(gpu)
+    device = find_gpu(gpu)
     if find_spec("torch") is None:
         raise NotAvailable("simulating needs torch: pip install 'llmlab[torch]'")
-    capability_of(found)
+    capability_of(device)
     from .allocator.caching import Allocator
     from .allocator.config import AllocatorConfig
     from .card import Card
@@ -201,8 +216,8 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     from .patching.install import script_on
 
     host = RealHost(assume)
-    memory = Allocator(found.room(), AllocatorConfig.from_environment(), found.memory)
+    memory = Allocator(device.room(), AllocatorConfig.from_environment(), device.memory)
     memory.late_config = AllocatorConfig.from_environment  # a script may set it in its first lines
-    card = Card(found, memory, host)
+    card = Card(device, memory, host)
     with script_on(card, host, world_size) as phases:
         yield Simulator(card, phases)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..base.errors import NotAvailable
 from ..hardware.gpu import GPU
-from ..recording.parts import Change, changes_of, divided, logits_sizes
+from ..recording.parts import Change, changes_of, collapsed, divided, logits_sizes
 from ..specs.images import images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Training
@@ -28,7 +28,6 @@ from ..traces.polynomials import Monomial, Polynomial, constant, polynomial_thro
 from ..traces.trace import LOADED, Moment, Term, Trace
 from .allocator.config import blocks_of
 from .depth import Depth, depth_of, with_layers
-from .profile.recording import collapsed
 from .report import ROOMY, recorded
 
 IN_FLIGHT = 2  # groups whose weights FSDP has gathered, or whose gradients it has not reduced yet
@@ -100,9 +99,9 @@ def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, 
         operators = _deeper(operators, step.operators, sizes)
     trace = replace(_joined(depth, shallow, deep, [*numbers]), fixed=fixed, kernels=operators)
     for groups, point, peak in peaks:
-        found = max(trace.totals(*point, groups=groups))
-        if abs(found / peak - 1) > APART:
-            raise Untraceable(f"the formulas of {spec.name} give {found:,} bytes where a simulation has {peak:,}")
+        total = max(trace.totals(*point, groups=groups))
+        if abs(total / peak - 1) > APART:
+            raise Untraceable(f"the formulas of {spec.name} give {total:,} bytes where a simulation has {peak:,}")
     return trace
 
 
@@ -114,15 +113,15 @@ def _terms_like(known: Sequence[Term], requests: Sequence[_Request], step: _Step
         size = request.size  # the formula's own is another where the sizes are no polynomial
         for key in ((size,), (size, term.operator), (size, term.operator, term.part, collapsed(term.module))):
             sized.setdefault(key, term)
-    found = []
+    terms = []
     for request in step.requests:
         operator = shown(request.operator)
         size, module = request.size, collapsed(request.module)
         keys = (size, operator, request.part, module), (size, operator), (size,)
         like = next((sized[key] for key in keys if key in sized), None)
         formula = like.formula if like else constant(request.size)
-        found.append(Term(formula, request.part, request.module, operator))
-    return found
+        terms.append(Term(formula, request.part, request.module, operator))
+    return terms
 
 
 def shown(operator: str) -> str:
@@ -165,9 +164,9 @@ def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
     requests: list[_Request] = []
     numbers: dict[int, int] = {}
     changes: list[tuple[str | None, int]] = []
-    found: list[Change] = changes_of(engine.events, recording.marks, blocks_of(logits_sizes(spec, run)))
+    block_changes: list[Change] = changes_of(engine.events, recording.marks, blocks_of(logits_sizes(spec, run)))
     freed: list[int] = []  # one after another, in an order that may be that of addresses (autocast's cache)
-    for phase, block, size in found:
+    for phase, block, size in block_changes:
         if block is not None and size < 0:
             freed.append(numbers[id(block)])
             continue
@@ -182,7 +181,7 @@ def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
             numbers[id(block)] = len(requests)
             changes.append((phase, len(requests)))
     operators = [] if engine.launches else [*recording.operators]
-    return _Step(requests, changes, divided(found).peak, operators)
+    return _Step(requests, changes, divided(block_changes).peak, operators)
 
 
 def _kernels(steps: Sequence[_Step], at: Sequence[tuple[int, int]]) -> KernelTrace:
@@ -233,8 +232,8 @@ def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:
 
 def _formula(sizes: Sequence[int], at: Sequence[tuple[int, int]]) -> Polynomial:
     """Return the polynomial of these sizes; of sizes that have none, bytes per token."""
-    if found := polynomial_through(tuple(sizes), tuple(at)):
-        return found
+    if polynomial := polynomial_through(tuple(sizes), tuple(at)):
+        return polynomial
     (batch, tokens), (other, longer) = at[0], at[-1]
     return (Monomial((sizes[0] / batch / tokens + sizes[-1] / other / longer) / 2, 1, 1),)
 
@@ -244,7 +243,7 @@ def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> di
     A term has its number among `numbers`, which has the same term of all layers once."""
     anonymous = [term._replace(module=collapsed(term.module)) for term in terms]
     indices = [numbers.setdefault(term, len(numbers)) for term in anonymous]
-    found: dict[Place, list[_Alive]] = {}
+    alive: dict[Place, list[_Alive]] = {}
     live: Counter[int] = Counter()
     last: tuple[str, int] | None = None
     loading = False
@@ -255,17 +254,17 @@ def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> di
             continue
         if last is not None:
             place = last[0], terms[last[1]].module, terms[last[1]].operator
-            found.setdefault(place, []).append(_Alive(indices[last[1]], dict(live)))
+            alive.setdefault(place, []).append(_Alive(indices[last[1]], dict(live)))
             last = None
         if number < 0:
             live[indices[-number - 1]] -= 1
         elif loading and phase != "load":
-            found["load", "", LOADED] = [_Alive(-1, dict(live))]
+            alive["load", "", LOADED] = [_Alive(-1, dict(live))]
         if number == 0:
             loading = phase == "load"
         if number == 0 and phase is not None:  # it may allocate nothing
-            found.setdefault((phase, "", "its beginning"), []).append(_Alive(-1, dict(live)))
-    return found
+            alive.setdefault((phase, "", "its beginning"), []).append(_Alive(-1, dict(live)))
+    return alive
 
 
 def _pairs(shallow: Sequence[_Alive], deep: Sequence[_Alive]) -> Iterator[tuple[_Alive, _Alive]]:
@@ -292,11 +291,11 @@ def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]
         for (_, base), (_, deeper) in _pairs(alive, twins):
             counts = {term: (base.get(term, 0), deeper.get(term, 0) - base.get(term, 0)) for term in base | deeper}
             moments.append(Moment(phase, place, {term: count for term, count in counts.items() if any(count)}))
-    kept = _highest(moments, terms)
-    used = sorted({term for moment in kept for term in moment.counts})
+    highest = _highest(moments, terms)
+    used = sorted({term for moment in highest for term in moment.counts})
     fewer = {term: number for number, term in enumerate(used)}
     renumbered = (Moment(phase, place, {fewer[term]: count for term, count in counts.items()})
-                  for phase, place, counts in kept)  # fmt: skip
+                  for phase, place, counts in highest)  # fmt: skip
     return Trace(depth.groups, False, tuple(terms[term] for term in used), tuple(renumbered), KernelTrace())
 
 
@@ -310,11 +309,11 @@ def _highest(moments: Sequence[Moment], terms: Sequence[Term]) -> list[Moment]:
             row[:, columns[term]] += both
     flat = counts.reshape(len(moments), -1)
     phases = np.array([moment.phase for moment in moments])
-    kept = []
+    highest = []
     for number, moment in enumerate(moments):
         others = np.flatnonzero((flat >= flat[number]).all(axis=1) & (phases == moment.phase))
         # Of equal moments the first stays.
         higher = [other for other in others if other < number or (flat[other] != flat[number]).any()]
         if moment.place == LOADED or not higher:
-            kept.append(moment)
-    return kept
+            highest.append(moment)
+    return highest

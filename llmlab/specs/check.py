@@ -78,9 +78,9 @@ def _check_run(spec: ModelSpec, run: Run) -> None:
 def _check_card(run: Run, gpu: GPU) -> None:
     for dtype in sorted(dtypes_of(run) & HALF):
         if gpu.peak(dtype) is None:
-            other = "fp16" if dtype == "bf16" else "fp32"
+            other = "fp16, or for training autocast-fp16" if gpu.peak("fp16") else "fp32"
             slow = f", and {EMULATED_BF16}" if dtype == "bf16" else ""
-            raise SpecError(f"{gpu.name} has no {dtype} units{slow}; give {other}, or for training autocast-fp16")
+            raise SpecError(f"{gpu.name} has no {dtype} units{slow}; give {other}")
     if isinstance(run, Training) and run.fp8_recipe and gpu.peak("fp8") is None:
         raise SpecError(f"fp8={run.fp8_recipe!r}: {gpu.name} has no fp8 units (NVIDIA GPUs since Ada and Hopper do); "
                         "leave out fp8, or give such a GPU")  # fmt: skip

@@ -23,8 +23,8 @@ def with_images(ids: Tensor, images: Images | None) -> Tensor:
     if images is None:
         return ids
     ids[ids == images.token] = images.token - 1 if images.token else 1  # in text it would stand for an image
-    for each in range(images.number):
-        begin = each * (images.tokens + images.markers) + images.markers // 2
+    for number in range(images.number):
+        begin = number * (images.tokens + images.markers) + images.markers // 2
         ids[:, begin : begin + images.tokens] = images.token
     return ids
 
@@ -36,16 +36,16 @@ def arguments(model: Any, ids: Tensor, run: Training, images: Images | None = No
     labels. A classifier's labels are one for each sequence.
     """
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
-        given = {"input_ids": ids, "labels": ids}
+        inputs = {"input_ids": ids, "labels": ids}
         if run.num_labels:  # with one label the loss is that of a regression
             dtype = torch.float32 if run.num_labels == 1 else torch.int64
-            given["labels"] = torch.zeros(len(ids), dtype=dtype, device=ids.device)
+            inputs["labels"] = torch.zeros(len(ids), dtype=dtype, device=ids.device)
         if images:
-            given |= _of_images(ids, images)
-        if missing := [name for name in _required(model) if name not in given]:
+            inputs |= _of_images(ids, images)
+        if missing := [name for name in _required(model) if name not in inputs]:
             raise NotAvailable(f"{type(model).__name__} also needs {', '.join(missing)}, and llmlab has no "
                                "example of that; run your own script under llmlab run")  # fmt: skip
-        return given
+        return inputs
     config = model.config
     bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if model.main_input_name != "input_features" or bins is None or positions is None:

@@ -176,11 +176,11 @@ def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Mod
 
 def _fuse_norms(model: nn.Module) -> None:
     """Let the model's RMSNorms, which transformers writes out in operators, be torch's one."""
-    found = [each for each in model.modules() if hasattr(each, "variance_epsilon")]
-    if not found:
+    norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
+    if not norms:
         raise NotAvailable(f"kernels='fused-norm': {type(model).__name__} has no RMSNorm of Llama's kind; leave it out")
-    for each in found:
-        each.forward = partial(_rms_norm, each)
+    for module in norms:
+        module.forward = partial(_rms_norm, module)
 
 
 def _rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -277,14 +277,14 @@ def _checkpoint_blocks(model: Model, kind: str, recomputing: Around, compiled: b
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
-    kept = [getattr(aten, name).default for name in KEPT_OPERATORS if hasattr(aten, name)]
+    operators = [getattr(aten, name).default for name in KEPT_OPERATORS if hasattr(aten, name)]
     if hasattr(torch.ops.flash_attn, "_flash_attn_forward"):  # flash-attn's, where it is imported
-        kept.append(torch.ops.flash_attn._flash_attn_forward.default)
+        operators.append(torch.ops.flash_attn._flash_attn_forward.default)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         if kind == "full":
             return nullcontext(), recomputing()
-        saving, replaying = create_selective_checkpoint_contexts(kept)
+        saving, replaying = create_selective_checkpoint_contexts(operators)
         if compiled:
             return saving, replaying
         return saving, _both(replaying, recomputing())

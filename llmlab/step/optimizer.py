@@ -60,7 +60,8 @@ def in_blocks(model: nn.Module) -> list[bool]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
     tables = {id(parameter) for module in (*embeddings, head) for parameter in module.parameters()}
-    return [each.ndim == 2 and id(each) not in tables for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [parameter.ndim == 2 and id(parameter) not in tables for parameter in trained]
 
 
 def build_muon(parameters: list[nn.Parameter], matrices: list[bool], fused: bool | None) -> MuonWithAdamW:
@@ -95,11 +96,11 @@ def build_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def check_offload(run: Training, on_gpu: bool, verb: str) -> None:
     """Raise NotAvailable for an offloaded step that does not run; `verb` is who asks, `on_gpu` whether for a GPU."""
-    given = f"{verb} does not support offload={run.offload!r}"
+    choice = f"{verb} does not support offload={run.offload!r}"
     if not on_gpu:
-        raise NotAvailable(f"{given} on the CPU, whose memory is the host memory; name a GPU")
+        raise NotAvailable(f"{choice} on the CPU, whose memory is the host memory; name a GPU")
     if run.offload != "optimizer":
-        raise NotAvailable(f"{given}, only 'optimizer'; ask lab.estimate")
+        raise NotAvailable(f"{choice}, only 'optimizer'; ask lab.estimate")
     for name, allowed in (("precision", OFFLOAD_PRECISIONS), ("optimizer", ELEMENTWISE)):
         if getattr(run, name) not in allowed:
-            raise NotAvailable(f"{given} with {name}={getattr(run, name)!r}; give {', '.join(allowed)}")
+            raise NotAvailable(f"{choice} with {name}={getattr(run, name)!r}; give {', '.join(allowed)}")

@@ -67,7 +67,7 @@ def quantize_linears(
     model = integration.replace_with_bnb_linear(model, modules_to_not_convert=head, quantization_config=wanted)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
-    odd = [each.in_features for each in linears.values() if each.in_features % NF4_BLOCK]
+    odd = [linear.in_features for linear in linears.values() if linear.in_features % NF4_BLOCK]
     if quantization == "nf4" and device == HOST and odd:
         raise NotAvailable(
             f"on a CPU bitsandbytes multiplies nf4 weights in whole blocks of {NF4_BLOCK}, and a layer has "

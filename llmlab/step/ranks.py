@@ -84,22 +84,23 @@ def check_ranks(spec: ModelSpec, run: Run, verb: str) -> None:
     if run.quantization and (run.zero or run.tp > 1):
         raise NotAvailable(f"{see} quantization={run.quantization!r} with zero={run.zero}, tp={run.tp}; give zero=0")
     if run.zero and run.optimizer not in TORCH_OPTIMIZERS:
-        given = f"optimizer={run.optimizer!r} with zero={run.zero}"
-        raise NotAvailable(f"{see} {given}: optimizers of bitsandbytes cannot step shards; give "
+        choice = f"optimizer={run.optimizer!r} with zero={run.zero}"
+        raise NotAvailable(f"{see} {choice}: optimizers of bitsandbytes cannot step shards; give "
                            f"{', '.join(TORCH_OPTIMIZERS)}")  # fmt: skip
     if run.zero == 1 and run.dp_replicate > 1:
-        given = f"dp_replicate={run.dp_replicate} with zero=1"
-        raise NotAvailable(f"{see} {given}: only FSDP2 replicates shards (HSDP); give zero=2 or 3, or ask lab.estimate")
+        choice = f"dp_replicate={run.dp_replicate} with zero=1"
+        raise NotAvailable(f"{see} {choice}: only FSDP2 replicates shards (HSDP); give zero=2 or 3, or ask "
+                           "lab.estimate")  # fmt: skip
     if run.zero == 1 and run.precision.startswith("mixed"):
-        given = f"precision={run.precision!r} with zero=1"
-        raise NotAvailable(f"{see} {given}: torch has no sharded master copy; give zero=2 or 3, or ask lab.estimate")
+        choice = f"precision={run.precision!r} with zero=1"
+        raise NotAvailable(f"{see} {choice}: torch has no sharded master copy; give zero=2 or 3, or ask lab.estimate")
     if run.zero >= 2 and run.optimizer == "adafactor":  # its torch.pow_ has no rule for shards
-        given = f"optimizer='adafactor' with zero={run.zero}"
-        raise NotAvailable(f"{see} {given}: torch's Adafactor cannot step shards; give adamw or sgd, or ask "
+        choice = f"optimizer='adafactor' with zero={run.zero}"
+        raise NotAvailable(f"{see} {choice}: torch's Adafactor cannot step shards; give adamw or sgd, or ask "
                            "lab.estimate")  # fmt: skip
     if run.tp > 1 and run.dp > 1 and run.zero < 2:
-        given = f"dp={run.dp}, tp={run.tp} with zero={run.zero}"
-        raise NotAvailable(f"{see} {given}: DDP does not support DTensors; give zero=2 or 3, or ask lab.estimate")
+        choice = f"dp={run.dp}, tp={run.tp} with zero={run.zero}"
+        raise NotAvailable(f"{see} {choice}: DDP does not support DTensors; give zero=2 or 3, or ask lab.estimate")
     if run.tp > 1:
         _check_tensor_parallel(spec, run, see)
 

@@ -128,8 +128,8 @@ def texts(spec: ModelSpec, run: Run) -> list[Tensor]:
     """Return the real text of one step as token ids on the CPU: a (B, T) tensor per micro-batch, or the prompts'."""
     if isinstance(run, Inference):
         return [batch(spec.vocab, run.batch, run.prompt_len)]
-    found = [batch(spec.vocab, run.sequences, run.seq_len, seed=i) for i in range(run.accumulation)]
-    return [with_images(ids, images_of(spec, run)) for ids in found]
+    batches = [batch(spec.vocab, run.sequences, run.seq_len, seed=i) for i in range(run.accumulation)]
+    return [with_images(ids, images_of(spec, run)) for ids in batches]
 
 
 def build_step(
@@ -178,9 +178,10 @@ def _check_cache(spec: ModelSpec, run: Inference) -> None:
     if run.kv in NARROW and spec.window_layers:
         raise NotAvailable(f"kv={run.kv!r} with a sliding window: transformers has no such cache; see lab.estimate")
     if run.kv not in NARROW and DTYPES[run.kv] != weight_dtype(run):
-        kept = next(name for name, dtype in DTYPES.items() if dtype == weight_dtype(run))
+        dtype_name = next(name for name, dtype in DTYPES.items() if dtype == weight_dtype(run))
         raise NotAvailable(
-            f"kv={run.kv!r} with weights={run.weights!r}: transformers stores the cache in {kept}; give kv={kept!r}"
+            f"kv={run.kv!r} with weights={run.weights!r}: transformers stores the cache in {dtype_name}; "
+            f"give kv={dtype_name!r}"
         )
 
 

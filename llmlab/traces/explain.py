@@ -116,11 +116,11 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "moe_intermediate": spec.moe_intermediate, "heads": spec.heads, "kv_heads": spec.kv_heads,
         "head_dim": spec.head_dim, "experts": spec.experts,
     }  # fmt: skip
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, size in known.items():
-        if size > 1 and size not in found.values():
-            found[name] = size
-    return found
+        if size > 1 and size not in sizes.values():
+            sizes[name] = size
+    return sizes
 
 
 def _element_bytes(run: Training) -> set[int]:

@@ -50,7 +50,7 @@ class KernelFormula(NamedTuple):
 
     def at(self, batch: int, tokens: int) -> Kernel:
         """Return the operator of a step of `batch` sequences of `tokens` tokens."""
-        return self.kernel.with_numbers(*[value_of(each, batch, tokens) for each in self.polynomials])
+        return self.kernel.with_numbers(*[value_of(polynomial, batch, tokens) for polynomial in self.polynomials])
 
 
 class KernelTrace(NamedTuple):

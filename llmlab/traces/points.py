@@ -52,21 +52,21 @@ def points(
     where = range_of(batch, tokens, fixed)
     lengths = [tokens] if fixed else range(max(where.tokens, least), min(2 * where.tokens, most + 1))
     batches = range(max(2, batch // 2), 2 * batch + 1) if where.several else (1,)
-    found: dict[int, list[int]] = {}  # numbers of sequences by length
+    counts: dict[int, list[int]] = {}  # numbers of sequences by length
     for length, sequences in product(lengths, batches):
         if range_of(sequences, length, fixed) == where:
-            found.setdefault(length, []).append(sequences)
+            counts.setdefault(length, []).append(sequences)
     if fixed:
-        known = [(sequences, tokens) for sequences in found.get(tokens, ())]
+        known = [(sequences, tokens) for sequences in counts.get(tokens, ())]
         return known[:4] if len(known) >= 2 else None
-    usable = list(found)
+    usable = list(counts)
     if len(usable) < 3 + (not where.several):
         return None
     spread = usable[0], usable[len(usable) // 2], usable[-1]
-    chosen = [(found[length][number % len(found[length])], length) for number, length in enumerate(spread)]
+    chosen = [(counts[length][number % len(counts[length])], length) for number, length in enumerate(spread)]
     if not where.several:
         return [*chosen, (1, usable[len(usable) // 4])]
     used = {sequences for sequences, _ in chosen}
-    others = ((sequences, length) for length in usable for sequences in found[length])
+    others = ((sequences, length) for length in usable for sequences in counts[length])
     last = next((pair for pair in others if pair not in chosen and (len(used) > 1 or pair[0] not in used)), None)
     return [*chosen, last] if last else None

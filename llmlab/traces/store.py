@@ -69,13 +69,13 @@ def _key(spec: ModelSpec, run: Training, card: GPU, fixed: bool) -> str:
 
 @cache
 def _versions() -> list[str]:
-    found = []
+    traces = []
     for library in LIBRARIES:
         try:
-            found.append(f"{library} {version(library)}")
+            traces.append(f"{library} {version(library)}")
         except PackageNotFoundError:
-            found.append(library)
-    return found
+            traces.append(library)
+    return traces
 
 
 def _file(key: str) -> Path:

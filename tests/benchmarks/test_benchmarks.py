@@ -1,5 +1,4 @@
 """The benchmarks: arithmetic of the errors, each peer asked once, and the results that the book shows. No timings."""
-
 import json
 import platform
 import re
@@ -13,29 +12,23 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from load_orders import Peaks
 
 import llmlab as lab
+from benchmarks import provenance
+from benchmarks.agreement import cpu_grid
+from benchmarks.memory import configurations, held_out, loading, peers, versions
+from benchmarks.memory.load_orders import Peaks
+from benchmarks.memory.questions import TOOLS, Tool, installed
+from benchmarks.memory.questions.mem_tracker import mem_tracker_peak
+from benchmarks.speed import measure_overhead, speed
 from llmlab.base.units import MiB
 from llmlab.specs.run import CHECKPOINTING
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))  # scripts, not a package: they import each other as `python benchmarks/peers.py` does
 
-import configurations  # noqa: E402
-import cpu_grid  # noqa: E402
-import held_out  # noqa: E402
-import loading  # noqa: E402
-import measure_overhead  # noqa: E402
-import peers  # noqa: E402
-import provenance  # noqa: E402
-import speed  # noqa: E402
-import versions  # noqa: E402
-from questions import TOOLS, Tool, installed  # noqa: E402
-from questions.mem_tracker import mem_tracker_peak  # noqa: E402
 
 RESULTS = FOLDER / "results" / "peers.json"
-AGAIN = "make the results again: python benchmarks/peers.py --out benchmarks/results"
+AGAIN = "make the results again: python -m benchmarks.memory.peers --out benchmarks/results"
 CANNOT = {"MemTracker": "nf4"}  # the base that a tool says it cannot be asked for
 QLORA = lab.Training(
     micro_batch=2, seq_len=512, precision="fp16", checkpointing="full", quantization="nf4",
@@ -422,7 +415,7 @@ def test_the_book_shows_results_of_this_version(name):
     assert f"```{{include}} ../benchmarks/results/{name}.md" in page
     makefile = (FOLDER.parent / "Makefile").read_text(encoding="utf-8")
     script = {"overhead": "measure_overhead"}.get(name, name)
-    assert f"benchmarks/{script}.py --out benchmarks/results\n" in makefile
+    assert re.search(rf"-m benchmarks\.\w+\.{script} --out benchmarks/results\n", makefile)
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "results").glob("*.md")), ids=lambda path: path.stem)

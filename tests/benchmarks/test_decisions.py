@@ -1,12 +1,8 @@
 """The table of decisions counts what happened and what was said."""
 
-import sys
-from pathlib import Path
 
 import llmlab as lab
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import decisions
+from benchmarks.plans import decisions
 
 
 def test_all_published_steps_of_a_t4_are_counted_once_and_kinds_are_apart():

@@ -1,6 +1,4 @@
-"""benchmarks/kernel_times.py where no GPU is: what it runs, its verdicts, its tables, and its refusal."""
-
-import importlib.util
+"""benchmarks/kernels/kernel_times.py where no GPU is: what it runs, its verdicts, its tables, and its refusal."""
 import json
 import math
 import subprocess
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kernels import kernel_times as bench
 from llmlab.archive import OperatorRecord
 from llmlab.archive.lookup import load
 from llmlab.archive.operators import sweep, swept
@@ -21,9 +20,7 @@ if sys.platform != "linux":
     pytest.skip("Liger needs Triton, which has wheels for Linux alone", allow_module_level=True)
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))  # scripts, not a package
 
-import kernel_times as bench  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = bench.cases("tiny", DEVICE, torch.float16, liger=DEVICE == "cuda")
@@ -227,15 +224,8 @@ def test_a_sweep_is_recorded_with_its_settings_the_fastest_first(monkeypatch, tm
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here")
 def test_without_a_gpu_it_says_so_writes_nothing_and_exits_with_2(tmp_path):
-    command = [sys.executable, str(FOLDER / "kernel_times.py"), "--out", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "benchmarks.kernels.kernel_times", "--out", str(tmp_path / "results")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert "no CUDA GPU" in done.stderr and "Nothing was measured" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "results").exists()
-
-
-def test_no_script_is_named_as_a_package_that_transformers_looks_for():
-    """A script finds files beside it first: a kernels.py there would be imported by transformers."""
-    names = {"kernels", "torch", "triton", "peft", "accelerate", "deepspeed", "bitsandbytes", "liger_kernel"}
-    assert not names & {path.stem for path in FOLDER.glob("*.py")}
-    assert importlib.util.find_spec("kernel_times").origin == str(FOLDER / "kernel_times.py")

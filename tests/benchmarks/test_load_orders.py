@@ -3,10 +3,10 @@
 from functools import partial
 
 import pytest
-from load_orders import requests_of
-from past_releases import cache_kept_by_peft, read_ahead
 
 import llmlab as lab
+from benchmarks.memory.load_orders import requests_of
+from benchmarks.memory.past_releases import cache_kept_by_peft, read_ahead
 from llmlab.base.errors import NotAvailable
 from llmlab.simulation.report import simulated
 from llmlab.step.quantized import one_at_a_time

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from past_releases import FAMILIES, WORKERS, read_ahead, rotary_products
 
 import llmlab as lab
+from benchmarks.memory.past_releases import FAMILIES, WORKERS, read_ahead, rotary_products
 from llmlab.base.units import MiB
 
 TINY_LLAMA = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"

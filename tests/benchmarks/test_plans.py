@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-import plans
-
 import llmlab as lab
+from benchmarks.plans import plans
 from llmlab.planning.confirm import MARGIN
 
 

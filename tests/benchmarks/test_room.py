@@ -1,17 +1,12 @@
 """The margins of formulas/verdict.py are the percentiles of the draws, and decide published steps as the page says."""
 
-import sys
-from pathlib import Path
 
 import pytest
 
 import llmlab as lab
+from benchmarks.memory import room, room_draws
+from benchmarks.memory.load_orders import requests_of
 from llmlab.formulas.verdict import DRAWN
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import room
-import room_draws
-from load_orders import requests_of
 
 
 @pytest.fixture(scope="module")

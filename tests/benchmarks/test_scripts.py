@@ -1,18 +1,16 @@
 """The benchmark over other people's scripts: what it makes of what `llmlab run` says, and its tables."""
-
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from benchmarks.scripts import scripts
+
 pytest.importorskip("torch")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))  # scripts, not a package
 
-import scripts  # noqa: E402
 
 from llmlab.base.errors import SCRIPT_FAILED  # noqa: E402
 
@@ -130,6 +128,6 @@ def test_the_tables():
 
 
 def test_the_table_of_scripts_can_be_read():
-    cases = scripts.read_cases(FOLDER / "scripts.toml")
+    cases = scripts.read_cases(FOLDER / "scripts" / "scripts.toml")
     for case in cases.values():
         assert (case.published is None) == (not case.source) and case.place and case.run

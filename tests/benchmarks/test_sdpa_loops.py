@@ -1,11 +1,8 @@
 """Rows of transformers' own loops: which are asked for, and how they are counted. No simulation."""
 
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import sdpa_loops
-from sdpa_loops import OOM, Row
+from benchmarks.memory import sdpa_loops
+from benchmarks.memory.sdpa_loops import OOM, Row
 
 
 def test_a_group_asks_for_its_own_ways_and_leaves_out_what_is_in_doubt():

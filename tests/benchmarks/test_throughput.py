@@ -1,16 +1,13 @@
 """The published throughputs and what is said about them."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import llmlab as lab
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import throughput
+from benchmarks.time import throughput
+from benchmarks.time.throughput_peers import rule
 
 
 def test_every_row_is_a_run_that_can_be_asked_for():
@@ -99,7 +96,7 @@ def test_errors_count_what_is_unknown_and_what_the_interval_holds():
 
 def test_the_rule_of_thumb_is_6nd_at_two_fifths_of_the_peak():
     row = next(row for row in throughput.rows() if row.id == "smt-091")
-    assert throughput.rule(row) == pytest.approx(0.4 * 989.4e12 / (6 * lab.model(row.model).parameters))
+    assert rule(row) == pytest.approx(0.4 * 989.4e12 / (6 * lab.model(row.model).parameters))
 
 
 def test_rows_have_the_steps_of_their_sources():
@@ -121,3 +118,11 @@ def test_a_round_is_told_by_its_errors_and_its_worst_row():
     told = throughput._round("round 0", [*pairs, unknown])
     assert told[:8] == ["0", "1", "2 of 3", "22.5%", "40%", "100%", "1", far.id]
     assert throughput._round("round 0", pairs[:1])[2:7] == ["1", "5.0%", "5%", "100%", "0"]
+
+
+def test_a_tool_is_compared_with_llmlab_on_the_rows_that_it_answers():
+    near, far = throughput.rows()[:2]
+    pairs = [(row, throughput.Predicted(off * row.measured)) for row, off in ((near, 1.1), (far, 1.5))]
+    own, other = throughput.tools(pairs, {"other": {near.id: 2 * near.measured, far.id: None}})
+    assert own[:5] == ["llmlab", "2", "30.0%", "50%", "50%"]
+    assert other == ["other", "1", "100.0%", "100%", "100%", "10.0%", "10%", "10%"]

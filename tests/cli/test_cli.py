@@ -231,6 +231,17 @@ def test_inference_is_estimated_too():
     assert Report.from_json(result.stdout) == estimate("gpt2", run, "T4")
 
 
+def test_vs_shows_a_second_run_with_the_first_ones_other_options():
+    words = ("estimate", "meta-llama/Llama-3.1-8B", "--gpu", "H100-80GB", "--dp", "8", "--seq-len", "2048")
+    done = call(*words, "--vs", "--zero 3 --checkpointing full", "--json")
+    first, second = (Report.from_dict(report) for report in json.loads(done.stdout)["reports"])
+    run = Training(precision="autocast-bf16", dp=8, seq_len=2048)
+    assert (first.run, second.run) == (run, replace(run, zero=3, checkpointing="full"))
+    assert done.exit_code == 1 and second.outcome == "fits"  # the exit code is the first run's
+    text = call(*words, "--vs", "--gpu H200").stdout
+    assert "estimated, H100-80GB" in text and "estimated, H200" in text and "times as long" in text
+
+
 def test_a_config_file_is_a_model(tiny):
     result = call("estimate", tiny, "--gpu", "T4", "--seq-len", 128, "--json")
     assert result.exit_code == 0, result.stderr
@@ -414,6 +425,9 @@ def test_record_measures_within_its_budget_and_says_what_is_left(tmp_path):
         (["estimate", "gpt2", "--gpu", "T4", "--network", "PCIe-4"], ["does not connect nodes", "Ethernet-10"]),
         (["estimate", "gpt2", "--gpu", "T4", "--adapters", "0"], ["adapters=0", ">= 1"]),
         (["estimate", "gpt2", "--gpus-per-node", "8"], ["--gpus-per-node", "no --gpu"]),
+        (["estimate", "gpt2", "--vs", "full"], ["--vs 'full'", "--zero 3"]),
+        (["estimate", "gpt2", "--vs", "--dp '2"], ["--vs", "No closing quotation"]),
+        (["estimate", "gpt2", "--vs", "--vs '--dp 2'"], ["two runs"]),
         (["estimate", "gpt2", "--power", "500"], ["--power needs --gpu"]),
         (["estimate", "gpt2", "--gpu", "H100", "--power", "nan"], ["power=nan W for H100-80GB", "350", "700"]),
     ],

@@ -163,7 +163,7 @@ def test_products_with_a_scale_per_32_elements_take_longer():
     assert blocks["head"] == one["head"]
     assert found.measured("mxfp8") and not kernels("A100").measured("mxfp8")
     for sizes in ((8192, 8192, 8192), (8192, 10**6, 8192)):
-        assert found.beyond(*sizes, "mxfp8") is found.beyond(*sizes, "fp8")
+        assert found.extrapolates(*sizes, "mxfp8") is found.extrapolates(*sizes, "fp8")
     assert kernels("A100").product(8192, 8192, 8192, "mxfp8") is None
 
 

@@ -168,6 +168,6 @@ def test_longer_sequences_cost_more_than_their_share(micro_batch, seq_len, more,
     run = dict(micro_batch=micro_batch, checkpointing=checkpointing)
     short, long = (flops(model("gpt2"), Training(seq_len=T, **run)) for T in (seq_len, seq_len + more))
     assert long.total * seq_len > short.total * (seq_len + more)
-    assert short.total - short.recomputed == short.model >= approximate(85_000_000, micro_batch * seq_len)
+    assert short.total - short.recomputed >= short.model >= approximate(85_000_000, micro_batch * seq_len)
     twice = flops(model("gpt2"), Training(seq_len=seq_len, **{**run, "micro_batch": 2 * micro_batch}))
     assert twice.total == 2 * short.total

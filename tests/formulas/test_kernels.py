@@ -1,9 +1,7 @@
 """What a card's kernels take in a step, and where that is from."""
 
-import sys
 from dataclasses import replace
 from math import isnan, log
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import llmlab as lab
+from benchmarks.time import throughput
+from benchmarks.time import training_rates as derivation
 from llmlab import LoRA, Training
 from llmlab.archive import figure
 from llmlab.formulas.memory.share import share_of
@@ -26,10 +26,6 @@ from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, outside, passes
 from llmlab.hardware.kernel_tables import kernel_table
 from llmlab.hardware.links import cluster
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import throughput
-import training_rates as derivation
 
 SQUARE = (8192, 8192, 8192, "bf16")
 
@@ -301,13 +297,13 @@ def test_products_that_are_extrapolated_widen_the_interval():
     spread = training_rates()["spread"]
     assert derivation.beyond() == pytest.approx(spread["beyond"], rel=0.005)
     found, run = kernels("A100"), Training(micro_batch=8, seq_len=1024, precision="bf16", compile=True)
-    assert not found.beyond(8193, 8192, 8192, "bf16") and found.beyond(8193, 8193, 8192, "bf16")  # either is an m
-    assert found.beyond(64, 65537, 64, "fp16") and not found.beyond(8193, 8193, 64, "fp32")  # not extrapolated
-    assert not kernels("T4").beyond(10**6, 10**6, 64, "fp16")  # fitted, to records of whole steps
+    assert not found.extrapolates(8193, 8192, 8192, "bf16") and found.extrapolates(8193, 8193, 8192, "bf16")
+    assert found.extrapolates(64, 65537, 64, "fp16") and not found.extrapolates(8193, 8193, 64, "fp32")
+    assert not kernels("T4").extrapolates(10**6, 10**6, 64, "fp16")  # fitted, to records of whole steps
     spec = lab.model("Llama-3.1-8B")
     for rows in (8, 64):
         report = lab.estimate(spec, replace(run, micro_batch=rows), "A100")
-        share = outside(spec, replace(run, micro_batch=rows), found).beyond / report.step_seconds
+        share = outside(spec, replace(run, micro_batch=rows), found).extrapolated_s / report.step_seconds
         assert (0.03 < share < 0.1) if rows == 8 else (0.2 < share < 0.4)
         wide = (spread["measured"] ** 2 + (share * spread["beyond"]) ** 2) ** 0.5
         assert log(report.step_seconds_high / report.step_seconds) == pytest.approx(wide)
@@ -318,42 +314,43 @@ def test_rows_that_are_not_whole_16_bytes_take_longer():
     run, spec = Training(micro_batch=8, seq_len=1024, precision="autocast-bf16"), lab.model("gpt2")
     odd, found = outside(spec, run, kernels("A100")), kernels("A100")
     three = [found.product(*s, "bf16") for s in ((8192, 50257, 768), (8192, 768, 50257), (50257, 768, 8192))]
-    assert odd.unaligned == pytest.approx(3 * sum(three)) == 1.5 * odd.sooner and odd.beyond == 0 == odd.later
+    assert odd.misaligned_s == pytest.approx(3 * sum(three)) == 1.5 * odd.maybe_less_s
+    assert odd.extrapolated_s == 0 == odd.maybe_more_s
     sizes = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50304}
     report, padded = (lab.estimate(each, run, "A100") for each in (spec, sizes))
     assert "which take 3 times as long" in report.time_sources["products"]
     assert "times as long" not in padded.time_sources["products"]
-    assert report.step_seconds - padded.step_seconds == pytest.approx(odd.sooner, rel=0.05)
+    assert report.step_seconds - padded.step_seconds == pytest.approx(odd.maybe_less_s, rel=0.05)
     lows = report.step_seconds_low / report.step_seconds, padded.step_seconds_low / padded.step_seconds
-    assert lows[1] - lows[0] == pytest.approx(odd.sooner / report.step_seconds, rel=0.01)
-    assert outside(spec, replace(run, compile=True), found).unaligned == 0
-    assert outside(spec, replace(run, precision="fp32"), found).unaligned == 0
-    assert outside(spec, replace(run, precision="autocast-fp16"), kernels("T4")).unaligned == 0  # fitted
+    assert lows[1] - lows[0] == pytest.approx(odd.maybe_less_s / report.step_seconds, rel=0.01)
+    assert outside(spec, replace(run, compile=True), found).misaligned_s == 0
+    assert outside(spec, replace(run, precision="fp32"), found).misaligned_s == 0
+    assert outside(spec, replace(run, precision="autocast-fp16"), kernels("T4")).misaligned_s == 0  # fitted
     megatron = replace(run, precision="mixed-bf16", stack="megatron")
-    assert outside(spec, megatron, found).unaligned == 0
+    assert outside(spec, megatron, found).misaligned_s == 0
     half = lab.LoRA(rank=4, targets=("c_attn",), autocast_adapter_dtype=False)
     narrow = replace(run, precision="bf16", lora=half)  # its head is frozen: two products of three
-    assert outside(spec, narrow, found).unaligned == pytest.approx(3 * (three[0] + three[1]))
+    assert outside(spec, narrow, found).misaligned_s == pytest.approx(3 * (three[0] + three[1]))
 
 
-def test_unaligned_rows_take_longer_still_on_hopper():
+def test_misaligned_rows_take_longer_still_on_hopper():
     """Its kernels for them are an A100's: at 1.5 times the speed, where all others are 2.6 times as fast."""
     run, spec = Training(micro_batch=8, seq_len=1024, precision="autocast-bf16"), lab.model("gpt2")
     for card in ("H100", "H200", "GH200"):
         odd = outside(spec, run, kernels(card))
-        assert odd.unaligned == pytest.approx(5 / 4 * odd.sooner) and odd.later == 0
+        assert odd.misaligned_s == pytest.approx(5 / 4 * odd.maybe_less_s) and odd.maybe_more_s == 0
     assert "which take 5 times as long" in lab.estimate(spec, run, "H100").time_sources["products"]
 
 
-def test_unaligned_rows_that_nobody_timed_on_a_chip_may_take_longer():
+def test_misaligned_rows_that_nobody_timed_on_a_chip_may_take_longer():
     run, spec, ada = Training(micro_batch=8, seq_len=1024, precision="bf16"), lab.model("gpt2"), kernels("RTX-4090")
     odd = outside(spec, run, ada)
-    assert odd.later == pytest.approx(2 * odd.unaligned) and odd.sooner == 0
+    assert odd.maybe_more_s == pytest.approx(2 * odd.misaligned_s) and odd.maybe_less_s == 0
     report = lab.estimate(spec, run, "RTX-4090")
     assert "which may take 3 times as long" in report.time_sources["products"]
     aligned = lab.estimate(spec, replace(run, compile=True), "RTX-4090")
     wider = report.step_seconds_high / report.step_seconds - aligned.step_seconds_high / aligned.step_seconds
-    assert wider == pytest.approx(odd.later / report.step_seconds, rel=0.05)
+    assert wider == pytest.approx(odd.maybe_more_s / report.step_seconds, rel=0.05)
 
 
 def test_a_product_takes_as_long_as_its_transpose_in_bf16_and_no_longer_for_its_casts_in_fp8():

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-import megatron_runs
 import pytest
 
 import llmlab as lab
+from benchmarks.memory import megatron_runs
 from llmlab.formulas.memory.activations import korthikanti_block
 from llmlab.formulas.memory.megatron_step import MegatronMemory, layers_in_flight
 from llmlab.formulas.memory.share import share_of

@@ -24,7 +24,7 @@ def test_a_layer_with_a_window_keeps_a_mask_and_copies_of_grouped_heads(shape, w
     assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.02)
 
 
-@pytest.mark.parametrize("settings", [{}, {"compile": True}, {"compile": True, "checkpointing": "selective"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"compile": True, "checkpointing": "selective"}], ids=str)
 def test_attention_pinned_to_the_memory_efficient_kernel_has_the_mask_too(settings):
     """transformers gives it by its own name of the attention, "sdpa", whichever kernel torch is told to take."""
     settings = {"micro_batch": 4, "seq_len": 1024, "precision": "bf16", "optimizer": "sgd", **settings}

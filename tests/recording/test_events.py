@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from llmlab import NotAvailable
-from llmlab.recording.events import CPUEvents, Event, events_of_trace, exclusive
+from llmlab.recording.events import CPUEvents, exclusive
+from llmlab.recording.parts import Event
+from llmlab.recording.snapshot import events_of_trace
 
 
 def test_cpu_events_are_the_allocators_bytes_and_addresses():

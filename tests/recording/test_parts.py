@@ -1,9 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmlab.recording.events import Event
-from llmlab.recording.parts import TIMELINE_POINTS, divide
-from llmlab.recording.phases import Mark
+from llmlab.recording.parts import TIMELINE_POINTS, Event, Mark, divide
 
 PHASES = ("load", "forward", "backward", "optimizer")
 

@@ -1,9 +1,6 @@
-"""The simulated CPU against the measured one: a few of the steps that benchmarks/cpu_grid.py compares."""
+"""The simulated CPU against the measured one: a few of the steps that benchmarks/agreement/cpu_grid.py compares."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +10,8 @@ from llmlab.specs.run import QUANTIZATIONS
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not a package
 
-from cpu_grid import ADAPTERS, BAR, error
+from benchmarks.agreement.cpu_grid import ADAPTERS, BAR, error
 
 TRAININGS = [  # model, precision, optimizer, checkpointing, and what else
     ("gpt2", "fp32", "adamw", None, {}),

@@ -1,15 +1,10 @@
 """FSDP2's peaks that others read on 8 GPUs, against the same scripts on one simulated card, and against the verb."""
 
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not a package
-
-import accelerate_script
-import litgpt_script
-import torchtitan_script
+from benchmarks.memory import torchtitan_script
+from benchmarks.speed import accelerate_script, litgpt_script
 
 RUNS = {run.name: run for run in torchtitan_script.RUNS}
 # FSDP2 as it was, without expandable segments; and as it is, with them, in the first step and later.

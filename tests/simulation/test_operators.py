@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.agreement import embedding_script, formulas, operators
+from benchmarks.memory import bert
+
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package
-
-import bert  # noqa: E402
-import embedding_script  # noqa: E402
-import formulas  # noqa: E402
-import operators  # noqa: E402
 
 from llmlab.archive import operator_records  # noqa: E402
 from llmlab.simulation.simulator import simulator  # noqa: E402

@@ -1,17 +1,12 @@
 """Memory that others read on other cards and published, against their scripts in the simulator."""
 
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import llmlab as lab
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not a package
-
-import published
+from benchmarks.memory import published
 
 MiB = 1 << 20
 ROWS = {f"{row.figure}: {row.label}": row for row in published.rows()}

@@ -1,8 +1,6 @@
 """Seconds summed over operators, held to measured steps and operators; and the table of rates derived again."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmlab as lab
+from benchmarks.time import efficiencies as derivation
 from llmlab import LoRA, Training
 from llmlab.archive import operator_records, records
 from llmlab.formulas.time.efficiency import Efficiency, efficiency
@@ -21,9 +20,6 @@ from llmlab.formulas.time.step import moved, update_seconds
 from llmlab.simulation.profile.operator_log import Operators
 from llmlab.simulation.report import recorded
 from llmlab.traces.kernels import Kernel
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import efficiencies as derivation
 
 A100_ROWS = operator_records(provider="huggingface", metric="time", gpu="A100-80GB")
 

@@ -468,11 +468,11 @@ DEEPSPEED = {
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
-@pytest.mark.parametrize("model", [SMALL, TIED], ids=["llama", "tied"])
 @pytest.mark.parametrize("name", DEEPSPEED)
-def test_the_estimate_is_what_deepspeeds_own_engine_takes(name, model):
+def test_the_estimate_is_what_deepspeeds_own_engine_takes(name):
+    """Every second setting with a tied head."""
     run = lab.Training(**{"dp": 8, "seq_len": 1024, "stack": "deepspeed", **DEEPSPEED[name]})
-    model = {**model, "num_hidden_layers": 2}
+    model = {**(SMALL, TIED)[list(DEEPSPEED).index(name) % 2], "num_hidden_layers": 2}
     estimate, simulation = lab.estimate(model, run, "A100-80GB"), lab.simulate(model, run, "A100-80GB")
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 

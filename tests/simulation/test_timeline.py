@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import llmlab as lab
-from llmlab.simulation.profile.recording import collapsed
+from llmlab.recording.parts import collapsed
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)

@@ -53,7 +53,7 @@ def _shortened(ranks: Sequence[int]) -> str:
 
 
 class Choice(NamedTuple):
-    """A mesh of the grid: the memory of its fullest GPU, its tokens per second and GPU, and whether it fits: "fits",
+    """A mesh of the grid: the memory of its fullest GPU, its tokens per second per GPU, and whether it fits: "fits",
     "unknown" or "out of memory"."""
 
     gib: float
@@ -89,7 +89,7 @@ def draw_choices(choices: Mapping[tuple[int, int], Choice]) -> Picture:
     for place, (outcome, color) in enumerate(colors.items()):
         box(ax, 54 + (0, 60, 150)[place], y, 12, 12, "", color)
         label(ax, 72 + (0, 60, 150)[place], y + 6, outcome)
-    return finished(picture, f"Memory of the fullest GPU, and tokens per second and GPU. {'; '.join(words)}.")
+    return finished(picture, f"Memory of the fullest GPU, and tokens per second per GPU. {'; '.join(words)}.")
 
 
 def draw_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:

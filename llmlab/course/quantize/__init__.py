@@ -13,7 +13,7 @@ Sizes      bits_per_weight, file_bytes
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .formats.sizes import bits_per_weight, file_bytes
+from ...specs.gguf import bits_per_weight, file_bytes
 
 if TYPE_CHECKING:
     from .algorithms import hqq, qat, rtn, smoothquant

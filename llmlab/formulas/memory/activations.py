@@ -1,13 +1,13 @@
-"""What a transformer block keeps for its backward pass, tensor by tensor.
+"""The activations that a transformer block saves for its backward pass, tensor by tensor.
 
-One line per saved tensor: what autograd keeps when the Hugging Face model class runs in PyTorch. Korthikanti et al.
-(arXiv 2205.05198, section 4) count Megatron-LM's fused block in half precision, 34sbh + 5as²b; `korthikanti_block` is
-their formula, and a test derives it from the lines here. A Hugging Face block keeps more: its RMSNorm and its
-GPT-2 GELU are written as several operators, each of which keeps tensors of its own.
+There is one row per tensor that autograd saves when the Hugging Face model class runs in PyTorch. Korthikanti et al.
+(arXiv 2205.05198, section 4) count Megatron-LM's fused block in half precision, 34sbh + 5as²b. `korthikanti_block` is
+their formula, and a test derives it from the rows here. A Hugging Face block saves more: its RMSNorm and its GPT-2 GELU
+consist of several operators, and each of them saves tensors.
 
     T  tokens on this device: micro_batch × seq_len / cp     h  hidden     f  MLP width
     Q  heads × head_dim      K  kv_heads × head_dim          S  scores (scores.py)
-    r  bytes of the residual stream's dtype                  c  bytes of the matrix products' dtype
+    r  bytes of the residual stream's dtype                  c  bytes of the matmuls' dtype
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FUSED = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # activation functions th
 
 
 def korthikanti_block(s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False) -> float:
-    """Return the bytes one Megatron-LM block keeps in half precision: arXiv 2205.05198, equations 1, 2 and 4.
+    """Return the bytes that one Megatron-LM block saves in half precision: arXiv 2205.05198, equations 1, 2 and 4.
 
     s sequence length, b micro-batch, h hidden, a heads, t tensor-parallel degree.
     """
@@ -34,38 +34,38 @@ def korthikanti_block(s: int, b: int, h: int, a: int, t: int = 1, sequence_paral
 
 
 def block_saved(share: Share) -> list[Saved]:
-    """Return what one block keeps for backward, without checkpointing and before tensor parallelism."""
+    """Return the tensors that one block saves without checkpointing, before tensor parallelism divides them."""
     if block := block_of(share):
         return saved(block.saved, share)
     spec, run, T = share.spec, share.run, share.tokens
-    kept = [_norms(share), *_attention(share)]
+    rows = [_norms(share), *_attention(share)]
     if run.lora is None:
-        # Autocast casts the input of every linear anew: q, k and v each keep a copy of the same tensor.
+        # Autocast casts the input of every linear layer again, so q, k and v each save a copy of the same tensor.
         copies = 3 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
-        kept.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
-    kept += _mlp(share)
+        rows.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
+    rows += _mlp(share)
     if run.lora:
-        kept.append(Saved("adapters", _adapters(share, adapted(spec, run)), "tokens"))
+        rows.append(Saved("adapters", _adapters(share, adapted(spec, run)), "tokens"))
     if run.quantization:
-        kept.append(Saved("int8 inputs", int8_inputs(share, alone=True), "tokens"))
+        rows.append(Saved("int8 inputs", int8_inputs(share, alone=True), "tokens"))
     if spec.dropout:
-        kept.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, "tokens"))
-    return kept
+        rows.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, "tokens"))
+    return rows
 
 
 def mlp_saved(share: Share) -> list[Saved]:
-    """Return what of `block_saved` an eager block's MLP and the norms around it keep: free when attention's backward
-    begins."""
+    """Return those tensors of `block_saved` that an eager block's MLP and the norms around it save. They are freed
+    before attention's backward pass begins."""
     spec, run = share.spec, share.run
     norms = _norms(share)
-    kept = [Saved("norms", norms.bytes // 2, norms.cut), *_mlp(share)]
+    rows = [Saved("norms", norms.bytes // 2, norms.cut), *_mlp(share)]
     linears = [linear for linear in adapted(spec, run) if linear.part == "mlp"]
-    return [*kept, Saved("adapters", _adapters(share, linears), "tokens")] if linears else kept
+    return [*rows, Saved("adapters", _adapters(share, linears), "tokens")] if linears else rows
 
 
 def without_gradient(share: Share) -> list[Saved]:
-    """Return what of `block_saved` the first block does not keep: where adapters alone are trained, nothing that is
-    before its first one has a gradient, unless checkpointing makes its input a leaf."""
+    """Return those tensors of `block_saved` that the first block does not save. If only adapters are trained, tensors
+    before the first adapter need no gradient, unless checkpointing turns the block's input into a leaf."""
     spec, run = share.spec, share.run
     first = reached(share)
     if block := block_of(share):
@@ -73,13 +73,13 @@ def without_gradient(share: Share) -> list[Saved]:
     if first is None:
         return []
     norms = _norms(share)
-    before = 1 if first < 2 else spec.norms_per_layer - (spec.norms_per_layer == 4)  # Gemma's last is behind the MLP
+    before = 1 if first < 2 else spec.norms_per_layer - (spec.norms_per_layer == 4)  # Gemma's last is after the MLP
     gone = [Saved("norms", norms.bytes * before // spec.norms_per_layer, norms.cut)]
     gone += _attention(share) if first else []
     if first == 1 and share.fused and share.bytes.residual == adapters_stream(share):
-        # It reads what the kernel returned, uncast.
+        # The adapter reads the output of the attention kernel without a cast.
         gone.append(Saved("attention output", -share.tokens * share.attention_bytes * spec.query_width))
-    if first == 2 and not spec.fused_qkv and spec.gated:  # of branches that have no gradient the product keeps less
+    if first == 2 and not spec.fused_qkv and spec.gated:  # the product saves less of branches without a gradient
         names, f = {linear.name for linear in adapted(spec, run)}, share.tokens * share.linear_bytes * spec.intermediate
         only_up, only_gate = "gate_proj" not in names, "up_proj" not in names
         gone.append(Saved("mlp", f * (2 - share.fuses) if only_up else f * (not share.fuses) if only_gate else 0))
@@ -91,34 +91,35 @@ def without_gradient(share: Share) -> list[Saved]:
 
 
 def casts_without_gradient(share: Share) -> int:
-    """Return the elements of frozen weights whose half copies the first block does not keep: what they read has no
-    gradient."""
+    """Return the elements of frozen weights whose 16-bit copies the first block does not save, because their inputs
+    need no gradient."""
     first = reached(share)
     if first is None:
         return 0
-    return sum(each.elements // share.spec.layers for each in share.spec.block_linears if _place(each) <= first)
+    return sum(linear.elements // share.spec.layers for linear in share.spec.block_linears if _place(linear) <= first)
 
 
 def reached(share: Share) -> int | None:
-    """Return the `_place` of the first block's first adapter; None where gradients go through all of it."""
-    linears = [each for each in adapted(share.spec, share.run) if each.part != "head"]
+    """Return the `_place` of the first adapter in the first block; None if gradients flow through the whole block."""
+    linears = [linear for linear in adapted(share.spec, share.run) if linear.part != "head"]
     if not linears or not share.first or share.run.checkpointing or share.spec.experts:
         return None
     return min(map(_place, linears))
 
 
 def _place(linear: Linear) -> int:
-    """Return where in a block a linear is: 0 before attention, 1 behind it, 2 before and 3 behind the activation."""
+    """Return the place of a linear layer in a block: 0 before attention, 1 after it, 2 before and 3 after the
+    activation function."""
     return 2 * (linear.part == "mlp") + (linear.name in ("o_proj", "c_proj", "down_proj"))
 
 
 def _norms(share: Share) -> Saved:
     spec, r = share.spec, share.bytes.residual
     if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm":
-        token = r * spec.hidden + 8  # its input; mean and 1/std in fp32; of RMSNorm only that
+        token = r * spec.hidden + 8  # the input, and the mean (not for RMSNorm) and 1/std in fp32
     else:
-        # Written in Python: the fp32 input (a copy where the stream is half), 1/rms, and, for the weight's gradient,
-        # the normalised tensor.
+        # Several operators in Python save the fp32 input (a copy if the stream is in 16 bits), 1/rms, and for the
+        # weight's gradient the normalized tensor.
         token = 4 * spec.hidden + 4 + (r * spec.hidden if share.run.lora is None else 0)
     return Saved("norms", spec.norms_per_layer * share.tokens * token, "tokens")
 
@@ -130,33 +131,36 @@ def _attention(share: Share) -> list[Saved]:
     width = _qkv_width(share, share.kernel) * (spec.layers - windows)
     if windows:
         width += _qkv_width(share, "efficient") * windows
-    kept = [Saved("q, k, v", T * c * width // spec.layers)]
+    rows = [Saved("q, k, v", T * c * width // spec.layers)]
     if spec.mla and trained:
         latent = 2 * (spec.mla.q_lora_rank or 0) + 2 * spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim
-        kept.append(Saved("linear inputs", T * c * latent, "whole"))
+        rows.append(Saved("linear inputs", T * c * latent, "whole"))
     if spec.qk_norm and share.fuses:
-        kept.append(Saved("norms", T * (c * (Q + spec.key_width) + 4 * (spec.heads + spec.kv_heads))))
+        rows.append(Saved("norms", T * (c * (Q + spec.key_width) + 4 * (spec.heads + spec.kv_heads))))
     elif spec.qk_norm:
-        kept.append(Saved("norms", T * (4 + (share.bytes.compute if trained else 0)) * (Q + spec.key_width)))
+        rows.append(Saved("norms", T * (4 + (share.bytes.compute if trained else 0)) * (Q + spec.key_width)))
     if share.fused:
         # FlashAttention, arXiv 2205.14135, section 3.1: the output and one log-sum-exp per row and head.
-        kept.append(Saved("attention output", T * (c * Q + 4 * spec.heads)))
+        rows.append(Saved("attention output", T * (c * Q + 4 * spec.heads)))
         if trained and (copied := _outputs_copied(share)):
-            kept.append(Saved("attention output", T * c * Q * copied // spec.layers))
-        if windows:  # each layer's SDPA makes numbers of the booleans that it is given, and keeps them
+            rows.append(Saved("attention output", T * c * Q * copied // spec.layers))
+        if windows:  # SDPA converts each layer's boolean mask to numbers, and saves these
             elements = share.run.sequences * share.run.seq_len**2 // share.run.cp
-            kept.append(Saved("attention mask", c * elements * windows // spec.layers, "whole"))
-        return kept
-    kept.append(Saved("scores", kept_scores(share)))
+            rows.append(Saved("attention mask", c * elements * windows // spec.layers, "whole"))
+        return rows
+    rows.append(Saved("scores", kept_scores(share)))
     if trained:
-        kept.append(Saved("attention output", T * share.bytes.compute * Q))  # the output projection's input
-    return kept
+        rows.append(Saved("attention output", T * share.bytes.compute * Q))  # the output projection's input
+    return rows
 
 
 def _outputs_copied(share: Share) -> int:
-    """Return in how many layers the output projection reads a copy of what attention returned: where rotated queries
-    are new, put together from two pieces, with a head's tokens side by side, and the kernel returns what is laid out as
-    they are. The memory-efficient one puts a token's heads side by side."""
+    """Return the number of layers in which the output projection reads a copy of the attention output.
+
+    Rotated queries that are concatenated from two pieces have the tokens of a head side by side. A kernel that returns
+    its output in the layout of the queries then needs a copy. The memory-efficient kernel returns the heads of a token
+    side by side, which needs none.
+    """
     spec = share.spec
     if not spec.fused_qkv or spec.learned_positions or share.kernel != "flash":
         return 0
@@ -165,24 +169,24 @@ def _outputs_copied(share: Share) -> int:
 
 
 def _qkv_width(share: Share, kernel: str) -> int:
-    """Return the elements per token of the queries, keys and values that are kept."""
+    """Return the elements per token of the saved queries, keys and values."""
     spec, Q, K = share.spec, share.spec.query_width, share.spec.key_width
     if spec.mla:
-        # Queries and keys are put together from two pieces; values are a view of what both were projected to.
+        # Queries and keys are concatenated from two pieces. Values are a view of the projection's output.
         return 2 * Q + spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
     uncast = share.linear_bytes == share.attention_bytes
-    # Eager attention's product takes a copy of values, as batch and heads cannot be merged in a view of them.
-    viewed = kernel == "flash" or (spec.kv_heads == spec.heads and (kernel != "eager" or share.run.micro_batch == 1))
+    # The matmul of eager attention copies the values, because a view of them cannot merge batch and heads.
+    viewed = kernel == "flash" or (spec.kv_heads == spec.heads and (kernel != "eager" or share.run.sequences == 1))
     if spec.fused_qkv and not spec.learned_positions and uncast and viewed:
-        # Rotated queries and keys are new; values are a view of what all three were projected to.
+        # Rotated queries and keys are new tensors. Values are a view of the projection's output.
         width = 2 * Q + 3 * K
     else:
-        # But for "flash", keys and values are copied to all heads, and the copies kept; "math" keeps q and k times
-        # their scale.
+        # Kernels other than "flash" need a copy of keys and values for every head, which is saved. "math" saves scaled
+        # q and k.
         width = Q + 2 * (K if kernel == "flash" else Q)
-    if kernel == "math" and spec.fused_qkv and share.run.micro_batch == 1:
-        # The product takes scaled copies of q and k, and v itself, a view that keeps the memory of all three. With
-        # a larger batch it takes copies of all, as batch and heads cannot be merged in a view.
+    if kernel == "math" and spec.fused_qkv and share.run.sequences == 1:
+        # The matmuls read scaled copies of q and k, and v itself, a view that keeps the memory of all three alive. With
+        # a larger batch they read copies of all three, because a view cannot merge batch and heads.
         width += 2 * Q
     return width
 
@@ -193,25 +197,25 @@ def _mlp(share: Share) -> list[Saved]:
     if not spec.gated:
         width = _activation_bytes(share) + (c if trained else 0)
         return [Saved("linear inputs", inputs, "whole"), Saved("mlp", T * spec.intermediate * width)]
-    # A gated MLP keeps act's input, act's output (fused, it is made again), the other branch, and, for down_proj's
-    # gradient, their product.
+    # A gated MLP saves the activation function's input and its output (fused kernels compute the output again), the
+    # other branch, and for down_proj's gradient the product of both.
     tensors = (4 if trained else 3) - share.fuses
     dense = T * c * tensors * spec.intermediate
     if not spec.experts:
         copies = 2 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
-    # Each token is copied to its experts, and their outputs kept for the router's gradient. Averaged over the layers,
-    # because the first ones can be dense.
-    e = 4 if share.autocast else c  # transformers runs the experts' grouped products outside autocast
+    # Each token is copied to its experts, and their outputs are saved for the router's gradient. The sum is averaged
+    # over the layers, because the first ones can be dense.
+    e = 4 if share.autocast else c  # transformers runs the experts' grouped matmuls outside autocast
     routed = e * (2 * spec.experts_per_token * spec.hidden + tensors * spec.token_mlp_width)
     moe = T * (routed + c * tensors * spec.shared_experts * spec.moe_intermediate)
     return [Saved("mlp", (moe * spec.moe_layers + dense * spec.dense_layers) // spec.layers)]
 
 
 def _activation_bytes(share: Share) -> int:
-    """Return the bytes per element that an activation function keeps: one tensor if it is one operator, four if it is
-    tanh's formula written out (transformers' NewGELUActivation; three of them in fp32 where pow is: under CUDA's
-    autocast, not under the CPU's)."""
+    """Return the bytes per element that an activation function saves: of one tensor if it is one operator, of four if
+    it is the tanh formula in several operators (transformers' NewGELUActivation). Under CUDA's autocast, but not under
+    the CPU's, pow runs in fp32, and so three of the four are in fp32."""
     o = share.linear_bytes
     if share.spec.activation in FUSED or share.blocks_compiled:
         return o
@@ -219,10 +223,13 @@ def _activation_bytes(share: Share) -> int:
 
 
 def _adapters(share: Share, linears: list[Linear]) -> int:
-    """peft casts each adapter's input to its dtype: one copy per target where the stream has another; where it has the
-    same, the q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a
-    half copy of each for its product, and that is what is kept. Compiled, equal copies are one. With dropout each
-    target has what that returned, and its mask."""
+    """Return the bytes that the adapters of `linears` save in a block.
+
+    peft casts each adapter's input to the adapter's dtype. If the stream has another dtype, every adapter saves a copy;
+    otherwise the q, k and v adapters share one tensor, and SDPA already saves the input of the output projection. Under
+    autocast, the 16-bit copy for the matmul is saved. Compiled code computes equal copies once. With dropout, each
+    adapter saves the output of its dropout and the mask.
+    """
     spec, run = share.spec, share.run
     assert run.lora is not None
     element, width, shared = adapters_stream(share), 0, set()
@@ -239,40 +246,43 @@ def _adapters(share: Share, linears: list[Linear]) -> int:
 
 
 def copies_input(share: Share, place: int) -> bool:
-    """Whether adapters at a `_place` read a cast copy of the block's tensor. Of bitsandbytes' linears peft leaves
-    casting to autocast (tuners/lora/bnb.py), which what attention returned needs no more."""
-    given = share.bytes.compute if place == 1 and by_bitsandbytes(share.run) else share.bytes.residual
-    return given != adapters_stream(share)
+    """Whether adapters at a `_place` read a cast copy of the block's tensor. For bitsandbytes' layers, peft leaves the
+    cast to autocast (tuners/lora/bnb.py), and the attention output already has autocast's dtype."""
+    width = share.bytes.compute if place == 1 and by_bitsandbytes(share.run) else share.bytes.residual
+    return width != adapters_stream(share)
 
 
 def adapters_drop(share: Share) -> bool:
-    """Whether adapters' dropout is counted: compiled it may be made again, as Inductor has its seed."""
+    """Whether the adapters' dropout is counted. Compiled code can compute it again, because Inductor saves the seed."""
     return share.run.lora is not None and share.run.lora.dropout > 0 and not share.blocks_compiled
 
 
 def _masks(share: Share, linears: list[Linear]) -> int:
-    """Return the bytes, for a token, of the masks that dropout before these linears' adapters keeps in a block."""
+    """Return the bytes per token of the dropout masks that the adapters of `linears` save in a block."""
     inputs = sum(linear.inputs * (linear.count // share.spec.layers or 1) for linear in linears)
     return share.mask_bytes * inputs if adapters_drop(share) else 0
 
 
 def adapters_stream(share: Share) -> int:
-    """Return the bytes of an element of what adapters compute: autocast and FSDP2's policy have half copies of them."""
+    """Return the bytes per element of the adapters' inputs and outputs. Autocast and FSDP2's mixed precision run
+    adapters in 16 bits."""
     half = share.autocast or (share.run.precision.startswith("mixed") and uses_fsdp(share.run))
     return share.bytes.compute if half else adapter_bytes(share.run)
 
 
 def _adapter_results(share: Share) -> int:
-    """Return the elements, for a token, that the two products of a block's adapters return."""
+    """Return the elements per token of the outputs of both matmuls of a block's adapters."""
     spec, rank = share.spec, share.run.lora.rank if share.run.lora else 0
     return sum((rank + linear.outputs) * (linear.count // spec.layers or 1) for linear in adapted(spec, share.run))
 
 
 def int8_inputs(share: Share, from_place: int = 0, alone: bool = False) -> int:
-    """Return the bytes that bitsandbytes' int8 linears keep of a block, from a `_place` on: each its input, in its
-    context (autograd/_functions.py, MatMul8bitLt, ctx.tensors), and so out of checkpointing's sight, and until nothing
-    names the loss. With `alone` those that nothing else keeps where nothing is checkpointed: not what attention's
-    kernel returned and keeps, nor what adapters read as it is. Experts are not quantized."""
+    """Return the bytes that bitsandbytes' int8 layers of a block save, from a `_place` on.
+
+    Each layer keeps its input in its context (autograd/_functions.py, MatMul8bitLt, ctx.tensors). Checkpointing does
+    not see it there, and it lives as long as a variable refers to the loss. With `alone`, only inputs count that
+    nothing else saves without checkpointing, so neither the output of the attention kernel nor inputs that adapters
+    read without a cast. Experts are not quantized. """
     spec, run, r = share.spec, share.run, share.bytes.residual
     if run.quantization != "int8" or run.lora is None:
         return 0
@@ -288,61 +298,63 @@ def int8_inputs(share: Share, from_place: int = 0, alone: bool = False) -> int:
 def per_device(rows: list[Saved], run: Training) -> dict[str, int]:
     """Return bytes by kind on one tensor-parallel rank (arXiv 2205.05198, section 4.2).
 
-    Sequence parallelism gathers the input of a pair of linears, and each rank's share of the weight's gradient is a
-    product with all of it. torch's parallelize_module, and chapter 14's own `shard`, keep what was gathered:
-    T · c · h per pair, on however many ranks. (Megatron-LM keeps its T / tp and gathers again in backward: the paper's
-    equation 4, `korthikanti_block`, and one more all-gather per pair.)
+    Sequence parallelism gathers the input of a pair of linear layers, and each rank needs all of it for its part of the
+    weight's gradient. torch's parallelize_module and chapter 14's own `shard` save the gathered input, T · c · h per
+    pair, whatever the number of ranks. Megatron-LM saves its T / tp and gathers again in the backward pass: the paper's
+    equation 4, `korthikanti_block`, with one more all-gather per pair.
     """
     return by_kind(rows, run.tp, run.sequence_parallel)
 
 
 def checkpointed(share: Share) -> dict[str, int]:
-    """Return the bytes by kind that one block keeps under checkpointing: its input (full, arXiv 1604.06174); selective
-    also keeps what linear layers and a fused attention kernel returned, and recomputes the rest, the scores of eager
-    attention too.
+    """Return the bytes by kind that one block saves under checkpointing.
 
-    Selective checkpointing does not know bitsandbytes' products: of a quantized block it keeps what the adapters'
-    products returned."""
+    Full checkpointing saves the block's input (arXiv 1604.06174). Selective checkpointing also saves the outputs of
+    linear layers and of a fused attention kernel, and recomputes the rest, including the scores of eager attention. It
+    does not recognize bitsandbytes' matmuls, so it saves only the outputs of the adapters' matmuls of a quantized
+    block. """
     spec, run, T, c = share.spec, share.run, share.tokens, share.bytes.compute
-    kept = block_inputs(share)
+    saved_by_kind = block_inputs(share)
     if share.blocks_compiled and run.checkpointing == "selective":
-        kept = {"block inputs": 0}  # the partitioner keeps the first block's, and sums up the others from outputs
+        # The partitioner saves the first block's input, and computes the others from the outputs of matmuls.
+        saved_by_kind = {"block inputs": 0}
     if block := block_of(share):
         if run.checkpointing == "full":
-            return kept
+            return saved_by_kind
         if every := stack_of(run).recomputes_one_in:
-            return _some_layers(share, kept, every)
-        return kept | per_device(saved(block.selective, share), run)
+            return _some_layers(share, saved_by_kind, every)
+        return saved_by_kind | per_device(saved(block.selective, share), run)
     if inputs := int8_inputs(share):
-        kept["int8 inputs"] = inputs
+        saved_by_kind["int8 inputs"] = inputs
     if run.checkpointing != "selective":
-        return kept
+        return saved_by_kind
     attention = c * spec.query_width + 4 * spec.heads if share.fused else 0
     if by_bitsandbytes(run) and run.lora:
         if inputs and share.fused:
             attention = 4 * spec.heads  # its output is the output projection's input
-        kept["matmul outputs"] = T * (attention + c * _adapter_results(share))
+        saved_by_kind["matmul outputs"] = T * (attention + c * _adapter_results(share))
     else:
         mlp = spec.token_mlp_width * (2 if spec.gated else 1)
         attention += adapters_stream(share) * _adapter_results(share)
         split = T * (c * (spec.query_width + 2 * spec.key_width + mlp) + attention)
-        # The last product of a pair returns a part of the sum, for all tokens, that is scattered only then.
-        kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden
-    return kept
+        # The last matmul of a pair returns a partial sum for all tokens, which is reduce-scattered afterwards.
+        saved_by_kind["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden
+    return saved_by_kind
 
 
 def block_inputs(share: Share) -> dict[str, int]:
-    """Return the bytes by kind of what a block is given, which all checkpointing keeps."""
+    """Return the bytes by kind of a block's inputs, which every kind of checkpointing saves."""
     stream = share.tokens * share.bytes.residual * share.spec.hidden // share.sequence_ranks
     block = block_of(share)
-    return {"block inputs": stream} | (per_device(saved(block.given, share), share.run) if block else {})
+    return {"block inputs": stream} | (per_device(saved(block.arguments, share), share.run) if block else {})
 
 
-def _some_layers(share: Share, kept: dict[str, int], every: int) -> dict[str, int]:
-    """Return what a block keeps on average where one of `every` is recomputed, and keeps no more than `kept`."""
-    recomputed = share.layers // every  # the last of each (distributed/activation_checkpoint.py, _apply_layer_sac)
+def _some_layers(share: Share, saved_by_kind: dict[str, int], every: int) -> dict[str, int]:
+    """Return the bytes that a block saves on average if one of `every` is recomputed and saves only `saved_by_kind`."""
+    recomputed = share.layers // every  # every n-th (distributed/activation_checkpoint.py, _apply_layer_sac)
     whole = per_device(block_saved(share), share.run)
     others = share.layers - recomputed
     return {
-        kind: (whole.get(kind, 0) * others + kept.get(kind, 0) * recomputed) // share.layers for kind in whole | kept
+        kind: (whole.get(kind, 0) * others + saved_by_kind.get(kind, 0) * recomputed) // share.layers
+        for kind in whole | saved_by_kind
     }

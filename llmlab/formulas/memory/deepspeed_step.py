@@ -50,11 +50,12 @@ class DeepSpeedMemory(StepMemory):
         if self.flat_sums:
             self.resident["gradients"], self.held = FP32 * self.parameters, 0
         if self.stage == 3:
-            kept = sum(size for size in sizes if size <= self.stack.stage3_param_persistence_threshold)
+            persistent = sum(size for size in sizes if size <= self.stack.stage3_param_persistence_threshold)
             self.part = sum(-(-size // run.dp) for size in sizes)  # each tensor is cut
             self.widest = -(-self.largest // run.dp)
             self.held, self.bucket = 0, 0
-            self.resident.update(weights=HALF * (self.part + kept), gradients=self.width * self.part, other=bucket)
+            weights = HALF * (self.part + persistent)
+            self.resident.update(weights=weights, gradients=self.width * self.part, other=bucket)
             # What prefetching finds gathered stays until it is used, and what is used again soon: weights pile up as
             # forward ends (zero/partitioned_param_coordinator.py, __params_to_release). From the head's forward to
             # where backward uses a block again it is twice the distance to the head. The head's own is gathered
@@ -85,8 +86,8 @@ class DeepSpeedMemory(StepMemory):
             Moment("load", "weights flattened", {"weights": 2 * HALF * self.parameters if self.stage < 3 else 0}),
             Moment("load", "the engine made", loaded),
             *(
-                self._adding(each, weights=self.live, gradients=summed, other=waiting)
-                for each in self._forward()
+                self._adding(moment, weights=self.live, gradients=summed, other=waiting)
+                for moment in self._forward()
             ),
             *self._gathering(),
             *self._backward(),
@@ -123,14 +124,14 @@ class DeepSpeedMemory(StepMemory):
             copied += HALF * self.sizes[0] * (alone and not self.flat_sums)
         if self.flat_sums:
             loss, head = (
-                self._adding(each, gradients=self._summed() - self.gradients.accumulated) for each in (loss, head)
+                self._adding(moment, gradients=self._summed() - self.gradients.accumulated) for moment in (loss, head)
             )
-            blocks = [self._adding(each, gradients=self.resident["gradients"]) for each in blocks]
+            blocks = [self._adding(moment, gradients=self.resident["gradients"]) for moment in blocks]
             piled, copied = piled + self.resident["gradients"], HALF * self.parameters
         reduced = self._moment("backward", "gradients reduced", gradients=piled, logits=self.loss.after, other=copied)
         if self.share.run.accumulation > 1:
-            loss, head = (self._adding(each, other=self.bucket) for each in (loss, head))
-        return [loss, head, *(self._adding(each, other=self.bucket) for each in blocks), reduced]
+            loss, head = (self._adding(moment, other=self.bucket) for moment in (loss, head))
+        return [loss, head, *(self._adding(moment, other=self.bucket) for moment in blocks), reduced]
 
     @staticmethod
     def _adding(moment: Moment, **parts: int) -> Moment:
@@ -141,8 +142,8 @@ class DeepSpeedMemory(StepMemory):
         loss, head, first, _, embedding = super()._backward()
         spec, after = self.share.spec, self.loss.after
         table = HALF * self.sizes[0]
-        held = self._summed()
-        waiting = held + (table if spec.tied else 0)  # a tied head's gradient, until the embedding's is added to it
+        gradients = self._summed()
+        waiting = gradients + (table if spec.tied else 0)  # a tied head's gradient, until the embedding's is added
         # When the head is over. A tied one's weight stays for the embedding's backward, if that is near enough.
         near = spec.tied and self.parameters - self.sizes[0] < self.stack.stage3_max_reuse_distance
         # Then each module's hook gathers whole tensors ahead until all that may be live are: the model's and its norm's
@@ -153,10 +154,10 @@ class DeepSpeedMemory(StepMemory):
         left = max(0, self.live - (0 if near else table))
         left = min(gathered, left + 2 * HALF * max(self.stack.stage3_prefetch_bucket_size, *self.sizes[1:-1]))
         added = 0 if spec.tied or not self.flat_sums else FP32 * self.sizes[0]  # the table's gradient, cast
-        found = [
-            self._adding(loss, weights=self.live, gradients=held - loss.parts["gradients"]),
-            self._adding(head, weights=self.live, gradients=held - loss.parts["gradients"]),
-            self._moment("backward", "the head's gradient in the bucket", gradients=held + table, logits=after,
+        moments = [
+            self._adding(loss, weights=self.live, gradients=gradients - loss.parts["gradients"]),
+            self._adding(head, weights=self.live, gradients=gradients - loss.parts["gradients"]),
+            self._moment("backward", "the head's gradient in the bucket", gradients=gradients + table, logits=after,
                          activations=self.activations, weights=self.resident["weights"] + self.live,
                          other=self.bucket + added),
             self._moment("backward", first.name, gradients=waiting, logits=after,
@@ -164,7 +165,7 @@ class DeepSpeedMemory(StepMemory):
                          other=self.bucket + self.between + self.backward.temporaries),
         ]  # fmt: skip
         if self.flat_sums:
-            reduced = [self._moment("backward", "gradients reduced", gradients=held, logits=after,
+            reduced = [self._moment("backward", "gradients reduced", gradients=gradients, logits=after,
                                     other=HALF * self.parameters)]  # fmt: skip
         else:
             reduced = self._reductions(waiting, left, gathered)
@@ -172,44 +173,45 @@ class DeepSpeedMemory(StepMemory):
         there = table if self.live else 0
         weights = self.resident["weights"] + there
         if there and not near:
-            found.append(self._moment("backward", "the embedding's weight gathered", gradients=waiting, logits=after,
+            moments.append(self._moment("backward", "the embedding's weight gathered", gradients=waiting, logits=after,
                                       activations=self.block + self.recomputed, weights=weights + there,
                                       other=self.bucket))  # fmt: skip
         # A tied weight's two gradients are summed in a third at stage 2, in place at stage 3.
         made = table * (2 if spec.tied and self.stage < 3 else 1)
         last = self._moment("backward", embedding.name, gradients=waiting + made, logits=after, weights=weights,
                             other=self.bucket + added)  # fmt: skip
-        return [*found, *reduced, last]
+        return [*moments, *reduced, last]
 
     def _reductions(self, waiting: int, left: int, gathered: int) -> list[Moment]:
         """Return the moments at which the bucket is full, or backward over: what is in it, copied. Of gathered weights
         there are `left` behind the head."""
-        found, sizes = [], self.sizes
+        moments, sizes = [], self.sizes
         tied = HALF * sizes[0] if self.share.spec.tied else 0
-        for each in reductions(sizes, self.stack.reduce_bucket_size, self.slice):
-            to_come = len(sizes) - each.tensors
+        for reduction in reductions(sizes, self.stack.reduce_bucket_size, self.slice):
+            to_come = len(sizes) - reduction.tensors
             blocks = 1 + max(0, to_come - 1) * self.layers // len(sizes)
             # In fp32 this rank's part is there before, and what is added to it is cast.
-            wide = self.width == FP32 and each.own and self.stage == 2
-            owned, cast = each.owned or wide, FP32 * self.widest if wide else 0
+            wide = self.width == FP32 and reduction.own and self.stage == 2
+            owned, cast = reduction.owned or wide, FP32 * self.widest if wide else 0
             if self.width == FP32 and self.stage == 3:
-                cast = FP32 * each.elements // self.share.run.dp
-            weights = left if each.tensors < 2 else min(gathered, HALF * sum(sizes[:to_come]))
+                cast = FP32 * reduction.elements // self.share.run.dp
+            weights = left if reduction.tensors < 2 else min(gathered, HALF * sum(sizes[:to_come]))
             if self.live and to_come < 2:  # the embedding's, which stays: its input has no gradient
                 weights = HALF * sizes[0]
-            found.append(
+            moments.append(
                 self._moment(
                     "backward", "a bucket reduced",
                     weights=self.resident["weights"] + weights,
                     activations=self.block * blocks + self.recomputed if to_come > 1 else 0,
                     # The last gradient is the sum of a tied weight's two: nothing waits for it any more.
                     gradients=waiting - (tied if to_come < 2 else 0) + (self.held if owned else 0)
-                    + HALF * (each.next + each.alone),
+                    + HALF * (reduction.next + reduction.alone),
                     logits=self.loss.after,
-                    other=self.bucket + max(HALF * each.copied + cast + self._to_host(each.largest), self.normed),
+                    other=self.bucket
+                    + max(HALF * reduction.copied + cast + self._to_host(reduction.largest), self.normed),
                 )
             )  # fmt: skip
-        return found
+        return moments
 
     def _to_host(self, elements: int) -> int:
         """Return what stage 3 takes on a gradient's way to the host: this rank's part, back on the card, and for its
@@ -230,8 +232,8 @@ class DeepSpeedMemory(StepMemory):
         moment = partial(self._moment, "optimizer", gradients=self.resident["gradients"] + self.held,
                          logits=self.loss.after)  # fmt: skip
         if self.flat_sums:
-            kept = 0 if self.stack.immediate_grad_update else HALF * self.parameters
-            return [moment("the update", other=kept)]
+            half_gradients = 0 if self.stack.immediate_grad_update else HALF * self.parameters
+            return [moment("the update", other=half_gradients)]
         part = min(self.part, self.stack.sub_group_size) if self.stage == 3 else self.part
         copied = HALF + FP32 if self.width == HALF else FP32 if self.stage == 3 else 0
         return [moment("the norm", other=FP64 * self.widest), moment("the update", other=copied * part)]
@@ -277,7 +279,7 @@ def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
     (reduce_independent_p_g_buckets_and_remove_grads of zero/stage_1_and_2.py and zero/stage3.py). At stage 2, of which
     `part` are a rank's elements, only what belongs to several ranks is copied (average_tensor); at stage 3, where
     `part` is 0, what is of several tensors (reduce_scatter_coalesced)."""
-    found: list[Reduction] = []
+    result: list[Reduction] = []
     inside: list[tuple[int, int]] = []  # begin and end in the flat buffer of what is in the bucket
     elements, owned = 0, False
     ends = list(accumulate(sizes))
@@ -289,9 +291,9 @@ def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
             copied = len(ranks) > 1 if part else len(inside) > 1
             largest = max(stop - begin for begin, stop in inside)
             copies = elements if copied else 0
-            found.append(Reduction(number, elements, largest, copies, size, alone, owned, 0 in ranks))
+            result.append(Reduction(number, elements, largest, copies, size, alone, owned, 0 in ranks))
             owned = owned or 0 in ranks
             inside, elements = [], 0
         inside.append((end - size, end))
         elements += size
-    return found
+    return result

@@ -36,7 +36,7 @@ CONVERTED = ("attention", "mlp")  # parts
 
 def converted(spec: ModelSpec, run: Training) -> tuple[Linear, ...]:
     """Return the linear layers whose products are in fp8."""
-    return tuple(each for each in spec.block_linears if each.part in CONVERTED) if run.fp8_recipe else ()
+    return tuple(linear for linear in spec.block_linears if linear.part in CONVERTED) if run.fp8_recipe else ()
 
 
 # TE: bytes per element in fp8 in one layout, scales included: of weights, whose blocks of 128 x 128 have a scale in

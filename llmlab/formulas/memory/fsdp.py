@@ -1,18 +1,19 @@
-"""What FSDP2 keeps for a while beside its shards: units gathered whole, their gradients, and buffers.
+"""What FSDP2 allocates for a while in addition to its shards: gathered units, their gradients, and buffers.
 
-Each block is a unit, and what is outside of blocks another, whole from its forward to the end of backward. In forward
-the output of a block's all-gather stays until the next block's weights have been copied out of theirs; in backward the
-next block is gathered ahead, and the input of a reduce-scatter stays until the next unit has its gradients
-(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: wait_for_unshard, pre_backward, post_backward).
+Each block is a unit. The parameters outside the blocks are another unit, which stays gathered from its forward pass to
+the end of the backward pass. In the forward pass, the output of a block's all-gather stays until the next block's
+weights have been copied out of theirs. In the backward pass, the next block is prefetched, and the input of a
+reduce-scatter stays until the next unit has its gradients (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:
+wait_for_unshard, pre_backward, post_backward).
 
-In a pipeline torch reduces a stage's gradients once, after its last micro-batch, and frees no parameters in backward
-before that (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync): gradients are whole until then, in the
-dtype in which they are reduced. TorchTitan then frees none after forward either (reshard_after_forward_policy), which
-is zero=2.
+In a pipeline, torch reduces a stage's gradients once, after its last micro-batch, and frees no parameters in the
+backward passes before (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync). Until then, gradients are
+whole and in the dtype of the reduction. TorchTitan then does not free parameters after the forward pass either
+(reshard_after_forward_policy), which is zero=2.
 
-With sync_each_batch=False (set_requires_gradient_sync) a unit is freed after each backward, and its gradients stay
-whole, in the dtype in which they are reduced, until the last micro-batch's backward has come to it (_fsdp_param.py,
-to_accumulated_grad_if_needed). Offloading is no exception: only what is reduced leaves the GPU.
+With sync_each_batch=False (set_requires_gradient_sync), a unit is freed after each backward pass. Its gradients stay
+whole, in the dtype of the reduction, until the last micro-batch's backward pass reaches it (_fsdp_param.py,
+to_accumulated_grad_if_needed). This holds with offloading too: only reduced gradients are copied to the host.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .share import adapter_bytes
 
 
 class Parts(NamedTuple):
-    """An amount of the routed experts, and of all else: ZeRO shards the two differently."""
+    """An amount for the routed experts and one for everything else, because ZeRO shards the two differently."""
 
     experts: int
     dense: int
@@ -39,20 +40,20 @@ class Parts(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Bytes of FSDP2's units: of one block, and of what is outside of blocks."""
+    """Bytes of FSDP2's units: of one block, and of the parameters outside the blocks."""
 
-    block: int = 0  # a block's gathered weights, but for experts that are a unit of their own
-    experts: int = 0  # those experts' of a block
-    outside: int = 0  # those of what is outside of blocks; where the head is a unit of its own, the embedding's
-    head: int = 0  # the final norm's and the head's, where they are a unit of their own
-    at_loss: int | None = None  # what is gathered between forward and backward, where that is less than before
-    resident: int = 0  # what stays gathered from forward to backward: what is outside, with zero=2 all blocks too
-    prefetched: int = 0  # the block that backward gathers before it is needed, with zero=3
-    block_gradients: int = 0  # before they are reduced
+    block: int = 0  # gathered weights of a block, without experts that are their own unit
+    experts: int = 0  # gathered weights of these experts
+    outside: int = 0  # gathered weights outside the blocks, without a head that is its own unit
+    head: int = 0  # gathered weights of the final norm and the head, if they are their own unit
+    at_loss: int | None = None  # weights that are gathered between forward and backward pass, if fewer than before
+    resident: int = 0  # weights that stay gathered from forward to backward pass; with zero=2 those of blocks too
+    prefetched: int = 0  # the block that the backward pass gathers early, with zero=3
+    block_gradients: int = 0  # before the reduction
     outside_gradients: int = 0
     block_reduction: int = 0  # the input of the reduce-scatter, in its dtype
-    block_shard: int = 0  # what of it stays on a rank
-    experts_shard: int = 0  # and of the block's own experts
+    block_shard: int = 0  # the part of it that stays on a rank
+    experts_shard: int = 0  # the same of experts that are their own unit
     outside_reduction: int = 0
     outside_shard: int = 0
     head_gradients: int = 0
@@ -63,40 +64,41 @@ NONE = Units()
 
 
 def uses_fsdp(run: Training) -> bool:
-    """Return whether FSDP2 is what shards: zero=2 or 3 that offloads nothing, unless DeepSpeed trains."""
+    """Return whether FSDP2 shards the run: zero=2 or 3 without offloading, except under DeepSpeed."""
     return run.zero >= 2 and not run.offload and not stack_of(run).own_zero
 
 
 def is_flat(run: Training) -> bool:
-    """Whether it is FSDP1 that shards `run`: of each unit one flat parameter, whose gradients autograd joins."""
+    """Whether FSDP1 shards `run`. It has one flat parameter per unit, and autograd concatenates the unit's
+    gradients."""
     return stack_of(run).flat_parameters and uses_fsdp(run) and run.lora is None
 
 
 def waits(run: Training) -> bool:
-    """Whether FSDP2 reduces gradients in the last micro-batch's backward alone."""
+    """Whether FSDP2 reduces gradients only in the last micro-batch's backward pass."""
     return not run.sync_each_batch and not is_flat(run)
 
 
 def reduced_bytes(run: Training, b: Bytes) -> int:
-    """Return the bytes of an element of gradients as they are reduced: in mixed precision fp32 ones by default."""
+    """Return the bytes per element of gradients in the reduction, which in mixed precision runs in fp32 by default."""
     return 4 if b.master and run.reduce_dtype == "fp32" else b.gradients
 
 
 def own_unit(run: Training) -> bool:
-    """Return whether a block's experts are a unit within the block's (torchtitan/models/llama4/infra/parallelize.py,
-    apply_fsdp): those of expert parallelism, which is told to gather one block and its experts ahead in forward too."""
+    """Return whether a block's experts are their own unit within the block's (torchtitan/models/llama4/infra/
+    parallelize.py, apply_fsdp), as with expert parallelism, which also prefetches a block in the forward pass."""
     return stack_of(run).own_experts and run.ep > 1
 
 
 def own_ranks(run: Training) -> int:
-    """Return how many ranks have the same experts, of which each keeps a shard."""
+    """Return the number of ranks that share the same experts. Each keeps a shard of them."""
     return run.dp_shard * run.cp // run.ep
 
 
 def sharded_experts(spec: ModelSpec, run: Training) -> float:
-    """Return the part of the experts on rank 0. FSDP2 cuts a layer's along their first dimension, the experts: where
-    there are more ranks than experts, some have one each and the others none, and padding is gathered for those. With
-    expert parallelism, engines cut another dimension (torch's shard_placement_fn)."""
+    """Return rank 0's fraction of the experts. FSDP2 divides a layer's tensor along its first dimension, the experts.
+    If there are more ranks than experts, some ranks have one expert and the others none, and padding is gathered from
+    these. With expert parallelism, engines divide another dimension (torch's shard_placement_fn)."""
     same = own_ranks(run)
     if run.ep > 1 or not spec.experts or not uses_fsdp(run):
         return 1 / same
@@ -106,8 +108,8 @@ def sharded_experts(spec: ModelSpec, run: Training) -> float:
 def units(
     spec: ModelSpec, run: Training, b: Bytes, weights: Parts, counts: dict[str, int], trained: int, stage: int = 0
 ) -> Units:
-    """Return the units of a device of pipeline stage `stage` with `counts` parameters by component, in `weights` bytes,
-    of which `trained` are trained."""
+    """Return the units of a device of pipeline stage `stage`, which has `counts` parameters by component in `weights`
+    bytes, and trains `trained` parameters."""
     if run.offload and run.zero < 3:
         return NONE
     layers = layers_of(spec, run)[stage]
@@ -118,12 +120,12 @@ def units(
     dense = weights.dense - outside - gathered_less(spec, run, b.weights, layers)
     own_experts = int(weights.experts / layers) if own_unit(run) else 0
     block = int((weights.experts * padding + dense) / layers) - own_experts
-    gradient, reduced, kept = b.gradients, reduced_bytes(run, b), 4 if b.master else b.gradients
+    gradient, reduced, sum_bytes = b.gradients, reduced_bytes(run, b), 4 if b.master else b.gradients
     if run.lora:
-        around, gradient, kept = 0, adapter_bytes(run), adapter_bytes(run)
-        reduced = min(kept, reduced) if run.reduce_dtype != "fp32" else kept
-    if run.offload and run.sync_each_batch:  # gradients leave as they are made
-        gradient = reduced = kept = 0
+        around, gradient, sum_bytes = 0, adapter_bytes(run), adapter_bytes(run)
+        reduced = min(sum_bytes, reduced) if run.reduce_dtype != "fp32" else sum_bytes
+    if run.offload and run.sync_each_batch:  # each gradient is copied to the host when it exists
+        gradient = reduced = sum_bytes = 0
     own = padded = (trained - around) / layers  # trained parameters of one block
     if not run.lora:
         padded += counts["experts"] / layers * (padding - 1)
@@ -139,7 +141,7 @@ def units(
     at_loss = None
     if head:
         at_loss = resident + (head if stack.keeps_head else 0)
-    elif stack.loss_after_model:  # as the model returns the last all-gather's output is gone
+    elif stack.loss_after_model:  # when the model returns, the output of the last all-gather is freed
         at_loss = resident * (stays or not stack.reshards_model)
     return Units(
         block=block,
@@ -151,12 +153,12 @@ def units(
         head_gradients=gradient * of_head,
         head_reduction=reduced * of_head,
         resident=resident,
-        # FSDP2 gathers nothing from one rank: it casts as the experts run (_fsdp_param_group.py, wait_for_unshard).
+        # With one rank, FSDP2 gathers nothing and casts when the experts run (_fsdp_param_group.py, wait_for_unshard).
         prefetched=0 if stays else block + (own_experts if same > 1 else 0),
         block_gradients=int(gradient * own),
         outside_gradients=gradient * around,
         block_reduction=int(reduced * padded),
-        block_shard=int(kept * padded) // (run.dp_shard * run.cp),
+        block_shard=int(sum_bytes * padded) // (run.dp_shard * run.cp),
         outside_reduction=reduced * around,
-        outside_shard=kept * around // (run.dp_shard * run.cp),
+        outside_shard=sum_bytes * around // (run.dp_shard * run.cp),
     )

@@ -87,7 +87,7 @@ class MegatronMemory:
         # A tied head's gradient waits for the embedding's, and is summed with it, where one stage has both.
         waiting = table if share.last and share.first and spec.tied else 0
         blocks = sum(self.activations_by_kind.values())
-        kept = blocks + self._outside()
+        saved_bytes = blocks + self._outside()
         # Of the pass before: what was received, and its gradient, as both are exchanged in one call. Another chunk than
         # the one that runs holds them in backward too.
         exchanged = 2 * self.hidden if self.received else 0
@@ -101,15 +101,16 @@ class MegatronMemory:
         forward, again = self._attention()
         before_last = blocks - blocks * (self.share.layers // self.stack.virtual_pipeline) // self.in_flight
         mask = self.mask if share.last else 0
-        kept += self._deferred()
+        saved_bytes += self._deferred()
         return [
             Moment("load", "model and optimizer made", {**self.resident, **made}),
-            self._moment("forward", "attention in the last block", kept - of_last, other=forward + exchanged),
-            self._moment("forward", "the loss", kept, logits=logits(loss.forward), other=exchanged + mask),
-            self._moment("backward", "the gradient of the logits", kept, logits=logits(loss.gradient), other=exchanged),
-            self._moment("backward", "the head's gradient", kept, logits=logits(loss.head),
+            self._moment("forward", "attention in the last block", saved_bytes - of_last, other=forward + exchanged),
+            self._moment("forward", "the loss", saved_bytes, logits=logits(loss.forward), other=exchanged + mask),
+            self._moment("backward", "the gradient of the logits", saved_bytes, logits=logits(loss.gradient),
+                         other=exchanged),
+            self._moment("backward", "the head's gradient", saved_bytes, logits=logits(loss.head),
                          other=of_head + self.hidden),
-            self._moment("backward", "the first block of backward", kept - of_last,
+            self._moment("backward", "the first block of backward", saved_bytes - of_last,
                          other=waiting + of_other + max(again, self.recomputed() + self._block_backward())),
             self._moment("backward", "the embedding's gradient", before_last,
                          other=waiting + (table + self.hidden if share.first else 0)),
@@ -129,13 +130,13 @@ class MegatronMemory:
     @property
     def activations_by_kind(self) -> dict[str, int]:
         """Bytes that blocks keep of all micro-batches in flight, recomputation counted in."""
-        kept = {kind: size for kind, size in self.whole.items() if kind not in self._selected()}
+        saved_by_kind = {kind: size for kind, size in self.whole.items() if kind not in self._selected()}
         if self.share.run.checkpointing != "full":
-            return {kind: size * self.in_flight for kind, size in kept.items()}
+            return {kind: size * self.in_flight for kind, size in saved_by_kind.items()}
         of_chunk, number = self._chunk()
         passes = self.in_flight // of_chunk
         if self.stack.recompute_method == "block":
-            left = {kind: size * passes * (of_chunk - number) for kind, size in kept.items()}
+            left = {kind: size * passes * (of_chunk - number) for kind, size in saved_by_kind.items()}
             return {**left, "block inputs": passes * number * self.hidden}
         return {"block inputs": passes * -(-of_chunk // number) * self.hidden}
 
@@ -184,21 +185,21 @@ class MegatronMemory:
         scores = score_elements(share) // run.tp
         queries, keys = (HALF * share.tokens * width // run.tp for width in (spec.query_width, spec.key_width))
         copied = 2 * queries + 3 * keys if spec.kv_heads != spec.heads else 0
-        held = HALF * scores + queries + copied + self.mask
+        live = HALF * scores + queries + copied + self.mask
         if not fused_softmax(share):
-            held = max(held, scores * (2 * HALF + 2 * FP32) - self.whole["scores"] + copied + self.mask)
+            live = max(live, scores * (2 * HALF + 2 * FP32) - self.whole["scores"] + copied + self.mask)
         later = self._bytes(after_attention(self.block.saved))
         selected = sum(self.whole.get(kind, 0) for kind in self._selected())
         if run.checkpointing != "full":
             dropped = self.whole["mlp"] if "mlp" in self._selected() else 0  # of `later`, and not kept
-            forward = held + selected - later
+            forward = live + selected - later
             again = self.whole["scores"] + queries + 2 * self.hidden if "scores" in self._selected() else 0
-            return forward, (held + again - later + dropped if again else 0)
+            return forward, (live + again - later + dropped if again else 0)
         of_chunk, number = self._chunk()
-        again = self.recomputed() + held - later + 2 * self.hidden
+        again = self.recomputed() + live - later + 2 * self.hidden
         if self.stack.recompute_method != "block":
             return 0, again
-        return (held - later, 0) if number < of_chunk else (0, again)
+        return (live - later, 0) if number < of_chunk else (0, again)
 
     def _roots(self) -> int:
         """Return what the update allocates: without Apex, AdamW is torch's, which makes all second moments' roots."""

@@ -1,9 +1,8 @@
-"""What an eager gated MLP of transformers takes beside what it keeps, moment by moment, with adapters and on quantized
-weights too.
+"""The temporaries of an eager gated MLP of transformers, moment by moment, also with adapters and quantized weights.
 
-Widths are bytes for each token and element of the MLP's width:
+Widths are bytes per token and element of the MLP's width:
 
-    o  what a linear returns     s  what adapters compute     a  what peft casts their input to
+    o  output of a linear layer     s  outputs of adapters     a  peft's cast of their inputs
 """
 
 from __future__ import annotations
@@ -35,12 +34,13 @@ class Mlp:
 
     @property
     def stays(self) -> int:
-        """What int8's context has of down_proj's input (autograd/_functions.py, MatMul8bitLt)."""
+        """The width of down_proj's input in the context of an int8 layer (autograd/_functions.py, MatMul8bitLt)."""
         return self.o if self.share.run.quantization == "int8" and self.share.run.lora else 0
 
     @property
     def own(self) -> int:
-        """What down_proj's adapter keeps of its input besides: what it read, or dropout returned, and its mask."""
+        """The width that down_proj's adapter saves in addition: its input, or the output and the mask of its
+        dropout."""
         if not self.down:
             return 0
         if self.drops:
@@ -48,8 +48,8 @@ class Mlp:
         return self.s if copies_input(self.share, BEHIND) or not self.stays else 0
 
     def adapter(self, keeps: bool) -> tuple[int, int]:
-        """What down_proj's adapter has of its input besides, as it begins, and when its first product is there; whether
-        the block `keeps` what autograd asks for."""
+        """The widths of down_proj's adapter's copies of its input, at its beginning and after its first matmul;
+        `keeps`: whether the block saves activations for autograd."""
         run = self.share.run
         if not self.down or not (self.drops or copies_input(self.share, BEHIND)):
             return 0, 0
@@ -60,9 +60,10 @@ class Mlp:
         return cast + dropped + (self.s if self.share.autocast else 0), cast + self.own * keeps
 
     def product(self, outputs: int) -> tuple[int, int]:
-        """What a branch's product of `outputs` widths takes with what it returns: in widths, and in bytes of a weight.
+        """The temporaries and output of a branch's matmul with `outputs` widths: in widths, and in bytes of a weight.
 
-        int8: in int32, in half, and as wide as its input (workspaces/bitsandbytes.py). NF4: in half, then cast.
+        int8 returns int32, then 16 bits, then the dtype of its input (workspaces/bitsandbytes.py). NF4 returns 16 bits,
+        then casts.
         """
         if not by_bitsandbytes(self.share.run):
             return outputs * self.o, 0
@@ -84,10 +85,12 @@ def mlp_of(share: Share) -> Mlp | None:
 
 
 def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting: int = 0) -> int:
-    """Return the bytes that it holds at its highest in forward beside what is kept of it when the block is over.
+    """Return the temporaries at the peak of the MLP's forward pass, in addition to what the block saves.
 
-    With `again` a block is recomputed, which ends with the last tensor that backward needs: down_proj's product is not
-    made again, and its adapter's second neither. `waiting`: beside the last branch's product."""
+    With `again`, the block is recomputed. The recomputation stops at the last tensor that the backward pass needs, so
+    it leaves out down_proj's matmul and the second matmul of its adapter. `waiting`: a width in addition to the last
+    branch's output.
+    """
     share, o, s = mlp.share, mlp.o, mlp.s
     spec, run = share.spec, share.run
     f, h, quantized = spec.intermediate, spec.hidden, by_bitsandbytes(run)
@@ -97,15 +100,15 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
     products = 0  # what selective checkpointing keeps of the branches' products
     if checkpointing == "selective":
         products = (0 if quantized else 2 * o) + s * sum(adapters.values()) * branches
-    kept = (of_branches + o if checkpointing is None else products) + mlp.stays
-    kept += mlp.own if checkpointing is None else 0
-    # The last branch: act's output is there, and what it was made of where that is kept.
+    saved_bytes = (of_branches + o if checkpointing is None else products) + mlp.stays
+    saved_bytes += mlp.own if checkpointing is None else 0
+    # During the last branch, the activation function's output exists, and its input if it is saved.
     there = 0 if mlp.one else o * (2 - share.fuses if checkpointing is None else 1) + products // 2
     width, weight = mlp.product(branches)
-    chain = branches * (o + 2 * s)  # an adapter's result, and that scaled, beside the layer's
+    chain = branches * (o + 2 * s)  # an adapter's output, the scaled output, and the layer's
     width += waiting
     last = max(width, chain * any(adapters.values())) if mlp.one else max(width, chain * adapters["up_proj"])
-    # The copy of what the last branch's adapter reads, where it is not kept.
+    # The copy of the last branch's adapter's input, if it is not saved.
     copied = mlp.a * h if mlp.a != share.bytes.residual and (mlp.drops or checkpointing) else 0
     copied *= bool(mlp.names - {"down_proj", "gate_proj"})
     moments = [share.tokens * (f * (there + last) + copied)]
@@ -113,75 +116,76 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
         moments.append(share.tokens * f * (there + 2 * branches) + weight * h * f)
     if adapters["gate_proj"]:
         moments.append(share.tokens * f * chain)
-    # Then the branches' product, and down_proj reads it: branches are gone unless they are kept.
-    held = (of_branches + o if checkpointing is None else products) + o
-    moments.append(share.tokens * f * (held + (0 if checkpointing is None else 2 * o - min(products, 2 * o))))
+    # down_proj reads the product of the branches. The branches have been freed, unless they are saved.
+    live = (of_branches + o if checkpointing is None else products) + o
+    moments.append(share.tokens * f * (live + (0 if checkpointing is None else 2 * o - min(products, 2 * o))))
     if mlp.stays and (mlp.down or not again):  # int8's copy in half, absolute values, which are outliers, and quantized
-        moments.append(share.tokens * f * (held + 6))
+        moments.append(share.tokens * f * (live + 6))
     elif quantized and (mlp.down or not again):
-        moments.append(share.tokens * f * (held + 2 * (o == 4)) + 2 * h * f)
+        moments.append(share.tokens * f * (live + 2 * (o == 4)) + 2 * h * f)
     elif run.quantization == "gptq":
-        moments += _unpacking(mlp, branches, there, held, checkpointing is None)
+        moments += _unpacking(mlp, branches, there, live, checkpointing is None)
     if mlp.down:
         begins, then = mlp.adapter(checkpointing is None)
-        moments.append(share.tokens * (f * (held + begins) + h * o))
+        moments.append(share.tokens * (f * (live + begins) + h * o))
         if not again:
-            moments.append(share.tokens * (f * (held + then) + h * (2 * s + o)))
-    # What both branches read, and beside half of the stream its fp32 copy that the norm keeps.
+            moments.append(share.tokens * (f * (live + then) + h * (2 * s + o)))
+    # The input of both branches, and, with a 16-bit stream, the fp32 copy that the norm saves.
     read = share.tokens * h * share.bytes.residual
     shares = bool(mlp.names - {"down_proj"}) and not (mlp.drops or copies_input(share, 2))
     kept_too = mlp.stays or (checkpointing is None and (run.lora is None or shares))
     streams = read * (not kept_too) + read * (share.bytes.residual == 2)
-    # And the embedding's output, which a variable of the model's forward has.
+    # And the embedding's output, to which a variable of the model's forward refers.
     streams += read if run.lora and checkpointing is None and not again else 0
-    return max(0, max(moments) - share.tokens * f * kept) // run.tp + streams
+    return max(0, max(moments) - share.tokens * f * saved_bytes) // run.tp + streams
 
 
-def _unpacking(mlp: Mlp, branches: int, there: int, held: int, kept: bool) -> list[int]:
-    """Return the bytes around the products of GPTQ's last branch and of down_proj, beside `there` and `held` widths: as
-    each weight is unpacked, and beside what its product returned. What autograd keeps of the whole block's (`kept`)
-    counts elsewhere, before it is unpacked too."""
+def _unpacking(mlp: Mlp, branches: int, there: int, live: int, saves_all: bool) -> list[int]:
+    """Return the bytes around the matmuls of GPTQ's last branch and of down_proj, in addition to `there` and `live`
+    widths: while each weight is unpacked, and after its matmul. The unpacked weights that autograd saves (`saves_all`)
+    count elsewhere, even before they are unpacked."""
     share, spec, widths = mlp.share, mlp.share.spec, unpacked_bytes(mlp.share.run)
     tokens, f, weight = share.tokens, spec.intermediate, spec.hidden * spec.intermediate
-    own = share.bytes.compute * weight * kept
+    own = share.bytes.compute * weight * saves_all
     unpacks, reads = gptq.highest(*widths) * weight, gptq.read(*widths) * weight
     last = [tokens * f * there + branches * unpacks, tokens * f * (there + branches * mlp.o) + branches * reads]
-    down = [tokens * f * held + unpacks, tokens * (f * held + spec.hidden * mlp.o) + reads]
-    return [*(each - (branches + 1) * own for each in last), *(each - own for each in down)]
+    down = [tokens * f * live + unpacks, tokens * (f * live + spec.hidden * mlp.o) + reads]
+    return [*(size - (branches + 1) * own for size in last), *(size - own for size in down)]
 
 
 def in_backward(mlp: Mlp, alone: int) -> int:
-    """Return the bytes that it holds at its highest in backward beside all that it keeps; `alone`: what of a block's
-    int8 inputs nothing else keeps, which a recomputed block's graph has until all is recomputed."""
+    """Return the temporaries at the peak of the MLP's backward pass, in addition to saved tensors. `alone`: the block's
+    int8 inputs that nothing else saves, which the graph of a recomputed block keeps until the recomputation ends."""
     share, o, s, a = mlp.share, mlp.o, mlp.s, mlp.a
     spec, run = share.spec, share.run
     f, h, one = share.tokens * spec.intermediate, spec.hidden * spec.intermediate, mlp.one
-    # Where it is recomputed, the graph is gone that had int8's contexts.
+    # If the block is recomputed, the graph with the contexts of int8 layers has been freed.
     freed = mlp.s if run.checkpointing and mlp.stays and mlp.down and not mlp.drops else mlp.own
     moments = [f * (3 * o - freed)]  # of the branches' product
     if mlp.down:
         moments.append(f * ((2 * a - s if mlp.drops else a) if share.autocast else s))
-    # The gradient of what the last branch returned, cast for its adapter, and scaled; the branches' product has let go
-    # what it kept.
+    # The gradient of the last branch's output, its cast for the adapter, and the scaled cast. What the product of the
+    # branches saved has been freed.
     wide = s != o
     if one and "gate_up_proj" in mlp.names:
         moments.append(f * ((4 if wide else 2) * s - o - freed))
     elif "up_proj" in mlp.names:
         moments.append(f * ((2 if wide else 1) * s - freed))
     if by_bitsandbytes(run):
-        # A weight for the gradient of what it multiplied: NF4's in half, as that gradient is, int8's as its input was.
+        # A dequantized weight for the gradient of its input: NF4's in 16 bits like the gradient, int8's in its input's
+        # dtype.
         element = o if mlp.stays else 2
         moments.append((2 if one else 1) * element * h - f * (freed + (o if one else 0)))
         if run.checkpointing is None:
             moments.append(element * (h + f))
     if run.checkpointing and run.lora:
-        # Where down_proj needs nothing that is recomputed, its gradient is there before.
+        # If down_proj's backward pass needs no recomputed tensor, its gradient exists before the recomputation.
         first = f * o if by_bitsandbytes(run) and not mlp.down else 0
-        # Selective checkpointing has what the adapter's product returned until it is called for.
+        # Selective checkpointing keeps the output of the adapter's matmul until the recomputation asks for it.
         waits = by_bitsandbytes(run) and run.checkpointing == "selective" and "up_proj" in mlp.names
         shared = mlp.down and not (mlp.drops or copies_input(share, BEHIND))
         first += 0 if shared else f * mlp.stays
-        if mlp.down:  # its gradient, scaled, and what the layer itself returned; and what waits too
+        if mlp.down:  # the scaled gradient, the layer's output, and the output that waits
             first += share.tokens * spec.hidden * (s + o + s * (run.checkpointing == "selective"))
         moments.append(first + alone + in_forward(mlp, None, True, s if waits else 0))
     return max(moments) // run.tp

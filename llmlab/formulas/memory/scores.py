@@ -1,10 +1,10 @@
-"""Bytes of attention's scores where they are written out: in a block, S = micro_batch × heads × seq_len² / cp."""
+"""Bytes of attention scores that are stored in memory: in a block, S = micro_batch × heads × seq_len² / cp."""
 
 from __future__ import annotations
 
 from .share import Share, unmasked_layers
 
-LONGEST_ROW = 1024  # that Inductor reduces without a loop
+LONGEST_ROW = 1024  # scores, which Inductor reduces without a loop
 
 
 def score_elements(share: Share) -> int:
@@ -14,8 +14,9 @@ def score_elements(share: Share) -> int:
 
 
 def kept_scores(share: Share) -> int:
-    """Return the bytes of scores kept for backward: softmax's output, and what multiplies V. Compiled, they are what
-    softmax reads, as wide as the mask, and what multiplies V; dropout's mask, and what a cap's tanh returned."""
+    """Return the bytes of saved scores: the output of softmax and the factor of V. Compiled code saves the input of
+    softmax, as wide as the mask, instead of its output. The dropout mask and the output of a softcap's tanh are saved
+    too."""
     spec, c = share.spec, share.attention_bytes
     if _compiled(share):
         element = share.bytes.residual + c + (spec.attention_dropout > 0) + c * bool(spec.attention_softcap)
@@ -25,28 +26,29 @@ def kept_scores(share: Share) -> int:
 
 
 def softmax_element(share: Share) -> int:
-    """Return the bytes of each score that softmax and its neighbours return: its output, what multiplies V, dropout's
-    mask, and what a cap's tanh returned."""
+    """Return the bytes per score of the outputs of softmax and its neighbors: softmax's output, the factor of V, the
+    dropout mask, and the output of a softcap's tanh."""
     c, element = share.attention_bytes, share.softmax_bytes
     if share.spec.attention_dropout:
-        element += c + (c if share.cpu else 1)  # its output and its mask, on the CPU as wide as what it masks
+        element += c + (c if share.cpu else 1)  # its output and its mask, which on a CPU has the output's dtype
     elif element != c:
         element += c
     if share.spec.attention_softcap:
-        element += c  # tanh keeps its output
+        element += c  # tanh saves its output
     return element
 
 
 def forward_scores(share: Share) -> int:
-    """Return the bytes alive at softmax beside what is kept: its input, as wide as it reads it, and under
-    checkpointing, which keeps nothing, its output and that output's half copy too.
+    """Return the temporaries during softmax: its input, in the dtype that it reads, and under checkpointing, which
+    saves no scores, also its output and the output's 16-bit copy.
 
-    "math" also marks which elements are -inf, and has the causal mask, fp32 copies of halves, and keys before their
-    scale."""
+    "math" also allocates a mask of the elements that are -inf, the causal mask, fp32 copies of 16-bit inputs, and
+    unscaled keys.
+    """
     if not share.writes_scores:
         return 0
     spec, run, c, p = share.spec, share.run, share.attention_bytes, share.softmax_bytes
-    if _compiled(share):  # under autocast the product's half result
+    if _compiled(share):  # under autocast, the 16-bit output of the matmul
         element = c * share.autocast + (share.bytes.residual + c) * (run.checkpointing is not None)
         return score_elements(share) * element // run.tp
     not_kept = p + (c if p != c else 0) if run.checkpointing else 0
@@ -60,10 +62,11 @@ def forward_scores(share: Share) -> int:
 
 
 def backward_scores(share: Share) -> int:
-    """Return the bytes alive in softmax's backward beside what forward kept.
+    """Return the temporaries of softmax's backward pass, in addition to saved scores.
 
-    They are its gradient, grad × output (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out makes it
-    whole), and the result; the copy that multiplied V is free by then. Compiled, one kernel writes over what it reads.
+    They are the gradient of its output, grad × output (a whole tensor: aten/src/ATen/native/cuda/SoftMax.cu,
+    softmax_backward_cuda_out), and the result. The copy that multiplied V has been freed. In compiled code, one kernel
+    overwrites its input.
     """
     c, p = share.attention_bytes, share.softmax_bytes
     if _compiled(share):
@@ -75,14 +78,15 @@ def backward_scores(share: Share) -> int:
 
 
 def _recomputed_element(share: Share) -> int:
-    """Return the bytes of each score in the backward of a compiled block that is recomputed, beside `kept_scores`.
+    """Return the temporaries per score in the backward pass of a compiled, recomputed block, beyond `kept_scores`.
 
-    Rows of more than 1,024 scores are read in a loop, and then softmax's output is written, in fp32, for the next one
-    (torch/_inductor/choices.py, should_use_persistent_reduction); it is made again from shorter ones, which stay. Where
-    what products returned is kept, nothing asks for softmax before its gradient is there: one kernel makes both, and
-    writes over none of the scores, which a cap's are then made of. Dropout made again has its random numbers in fp32,
-    and its kernel is one with the next block's, of which scores, random numbers and what multiplies V are there too:
-    both read GPT-2's mask (torch/_inductor/choices.py, can_fuse_horizontal). As simulations show, on an A100.
+    A kernel reads rows of more than 1,024 scores in a loop, and then writes the output of softmax in fp32 for the next
+    kernel (torch/_inductor/choices.py, should_use_persistent_reduction). The output of shorter rows is computed again
+    from the scores, which stay. If the outputs of matmuls are saved, softmax is first needed together with its
+    gradient: one kernel computes both and overwrites no scores, and a softcap is computed from these. Dropout that is
+    computed again has fp32 random numbers, and Inductor fuses its kernel with the next block's, whose scores, random
+    numbers and factors of V then exist too, because both read GPT-2's mask (torch/_inductor/choices.py,
+    can_fuse_horizontal). All of this is from simulations of an A100.
     """
     run, spec, c = share.run, share.spec, share.attention_bytes
     if spec.attention_dropout:
@@ -94,15 +98,15 @@ def _recomputed_element(share: Share) -> int:
 
 
 def causal_mask(share: Share) -> int:
-    """Return the bytes of the additive mask that transformers makes for eager attention, or in a compiled step for
-    SDPA; one for all layers and heads. Compiled eager attention computes it as it adds it."""
+    """Return the bytes of the additive mask that transformers creates for eager attention, or in a compiled step for
+    SDPA: one for all layers and heads. Compiled eager attention computes the mask in the kernel that adds it."""
     made = (share.kernel == "eager" and not _compiled(share)) or (share.masked and not share.remade_masks)
     return score_elements(share) // share.spec.heads * share.bytes.compute if made else 0
 
 
 def _widened(share: Share) -> bool:
-    """Whether softmax reads fp32 where scores are halves: on a GPU it reads fp16 as it is and returns fp32, other
-    halves are cast before (aten/src/ATen/native/SoftMax.cpp, softmax), and under autocast an fp32 mask is added."""
+    """Whether softmax reads fp32 although scores are in 16 bits. On a GPU, it reads fp16 without a cast and returns
+    fp32; bf16 is cast first (aten/src/ATen/native/SoftMax.cpp, softmax), and under autocast an fp32 mask is added."""
     fused = share.run.precision in ("fp16", "mixed-fp16") and not share.cpu
     return share.kernel == "eager" and share.softmax_bytes > share.attention_bytes and not fused
 

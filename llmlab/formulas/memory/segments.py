@@ -1,10 +1,10 @@
-"""What torch's allocator gives beyond what is asked for, where it is not told to expand segments.
+"""The bytes that torch's allocator gives in addition to those requested, without expandable segments.
 
-A request of more than 1 MiB takes the smallest free block that holds it, or a new segment: of 20 MiB, or from 10 MiB on
-of its own, in whole multiples of 2 MiB. What is left of a block is split off where it is more than 1 MiB; else it stays
-with the request (c10/cuda/CUDACachingAllocator.cpp, get_allocation_size, should_split). Smaller requests are given what
-they ask for. `simulation.allocator` is the whole allocator; this is what a formula needs of it.
-"""
+A request of more than 1 MiB gets the smallest free block that is large enough, or a new segment. A segment has 20 MiB,
+or from 10 MiB on the requested size, rounded up to a multiple of 2 MiB. The rest of a block is split off if it is
+larger than 1 MiB; otherwise it stays with the request (c10/cuda/CUDACachingAllocator.cpp, get_allocation_size,
+should_split). Smaller requests get exactly what they ask for. `simulation.allocator` is the whole allocator; this is
+the part that a formula needs. """
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...base.units import MiB
 
 
 class Segments:
-    """Free blocks, by address and by size; what was taken can be given back, and becomes one with free neighbours."""
+    """Free blocks, by address and by size. A block that is given back merges with free neighbors."""
 
     def __init__(self) -> None:
         self.rooms: dict[int, int] = {}
@@ -23,7 +23,7 @@ class Segments:
         self.lowest = 0
 
     def _new(self, room: int) -> None:
-        self.lowest -= room + 1  # segments are no neighbours, and each is below those before
+        self.lowest -= room + 1  # segments are not adjacent, and each is below the previous ones
         self._free(self.lowest, room)
 
     def _free(self, at: int, room: int) -> None:
@@ -36,7 +36,7 @@ class Segments:
         return room
 
     def take(self, size: int) -> tuple[int, int]:
-        """Return the address and the bytes of the block that a request of more than 1 MiB is given."""
+        """Return the address and the bytes of the block for a request of more than 1 MiB."""
         if not self.by_size or self.by_size[-1][0] < size:
             self._new(20 * MiB if size < 10 * MiB else -(-size // (2 * MiB)) * 2 * MiB)
         at = self.by_size[bisect_left(self.by_size, (size,))][1]
@@ -47,7 +47,7 @@ class Segments:
         return at, room
 
     def give(self, at: int, room: int) -> None:
-        """Take back what `take` gave."""
+        """Free a block that `take` returned."""
         if at + room in self.rooms:
             room += self._use(at + room)
         for start, its in self.rooms.items():
@@ -58,15 +58,15 @@ class Segments:
 
 
 def granted(size: int) -> float:
-    """Return how many times `size` bytes the block takes that a new segment is split for."""
+    """Return the size of the block that a new segment gives to a request of `size` bytes, as a multiple of `size`."""
     return Segments().take(size)[1] / size if size > MiB else 1
 
 
 def beyond(made: Iterable[tuple[int, ...]]) -> int:
-    """Return the bytes that tensors take beyond their sizes, made one after another.
+    """Return the bytes that tensors occupy beyond their sizes if they are created one after another.
 
-    How one is made is the sizes of all that are taken, in order, and -1 where the first of them is given back, -2 the
-    second, and so on: the others stay.
+    Each tuple describes how one tensor is created: the sizes that are allocated, in order, and -1 to free the first of
+    them, -2 the second, and so on. The others stay.
 
     >>> beyond([(11 * MiB,)] * 3), beyond([(44 * MiB, -1), *[(11 * MiB,)] * 3])
     (3145728, 0)

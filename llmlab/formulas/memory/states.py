@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states: what stays on one device for as long as training lasts."""
+"""Weights, gradients and optimizer states on one device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from .stacks.torchtune import nf4tensor
 
 
 class States(NamedTuple):
-    """Bytes that stay on one device for as long as training lasts, and the gradients of one step."""
+    """Bytes on one device of weights and optimizer states, which stay during training, and of the gradients of a
+    step."""
 
     weights: int
     gradients: int
     optimizer: int
-    trained: int  # parameters that this device's optimizer steps
-    shard: int  # weights, where FSDP2 keeps only its shard: with zero=2 beside whole ones
+    trained: int  # parameters that this device's optimizer updates
+    shard: int  # weights of an FSDP2 shard; with zero=2, whole weights exist too
     units: Units
 
 
@@ -34,12 +35,12 @@ class States(NamedTuple):
 def device_parameters(
     spec: ModelSpec, layers: tuple[int, ...], stage: int, tp: int = 1, ep: int = 1
 ) -> dict[str, int]:
-    """Return parameters by component on one rank of stage `stage` of a pipeline, whose stages have `layers`, before
-    ZeRO; change nothing in it."""
+    """Return the parameters by component on one rank of pipeline stage `stage`, before ZeRO. `layers` are those of each
+    stage. Do not modify the result, because it is cached."""
     first, last = stage == 0, stage == len(layers) - 1
     counts = {}
     for part, count in spec.parameters_by_component.items():
-        if part == "embedding":  # a tied head is a second copy of it, on the last stage
+        if part == "embedding":  # a tied head on another stage is a second copy
             counts[part] = count // tp if first or (spec.tied and last) else 0
         elif part == "positions":
             counts[part] = count if first else 0
@@ -52,21 +53,22 @@ def device_parameters(
 
 
 def stored_bytes(spec: ModelSpec, dtype: str, parameters: int, width: int) -> int:
-    """Return the bytes of `parameters` of a model, of which blocks' linears are in `dtype` and the others in `width`
-    bytes each: bitsandbytes quantizes every linear but the head, and so does GPTQ, whose scales are as wide."""
+    """Return the bytes of `parameters` of a model. The linear layers of blocks are in `dtype`, and the others have
+    `width` bytes per parameter. bitsandbytes and GPTQ quantize every linear layer except the head; GPTQ's scales have
+    `width` bytes too."""
     rest = width * (parameters - spec.block_linear_elements)
     if dtype == "gptq":
-        return rest + sum(each.count * sum(gptq.tensors(each.inputs, each.outputs, width))
-                          for each in spec.block_linears)  # fmt: skip
+        return rest + sum(linear.count * sum(gptq.tensors(linear.inputs, linear.outputs, width))
+                          for linear in spec.block_linears)  # fmt: skip
     rows = sum(linear.count * linear.outputs for linear in spec.block_linears)
     return rest + weight_bytes(dtype, spec.block_linear_elements, rows)
 
 
 def _weights(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -> Parts:
-    """Return the bytes of the model's own weights, adapters left out.
+    """Return the bytes of the model's own weights, without adapters.
 
-    transformers' experts are three-dimensional parameters, which bitsandbytes does not quantize; peft's
-    prepare_model_for_kbit_training casts what is not quantized to fp32, but beside GPTQ's.
+    transformers' experts are three-dimensional parameters, which bitsandbytes does not quantize. peft's
+    prepare_model_for_kbit_training casts weights that are not quantized to fp32, except with GPTQ.
     """
     experts = counts["experts"]
     dense = sum(counts.values()) - experts
@@ -84,10 +86,11 @@ def _format(run: Training) -> str:
 
 
 def _shard(spec: ModelSpec, run: Training, whole: Parts, zero: int) -> int:
-    """Return what one rank keeps of an amount that ZeRO shards; all of it where it is off, `zero` 0.
+    """Return one rank's shard of an amount that ZeRO divides; all of it without ZeRO (`zero` 0).
 
-    Context-parallel ranks have the same parameters, and share them too (TorchTitan's mesh dp_shard_cp; Megatron-Core's
-    data-parallel group with context parallel). Experts are already spread over ep ranks: only the others have the same.
+    Context-parallel ranks have the same parameters, so ZeRO divides them among these ranks too (TorchTitan's mesh
+    dp_shard_cp; Megatron-Core's data-parallel group with context parallel). Expert parallelism has already divided the
+    experts among ep ranks.
     """
     if not zero:
         return whole.total
@@ -96,18 +99,18 @@ def _shard(spec: ModelSpec, run: Training, whole: Parts, zero: int) -> int:
 
 @lru_cache(maxsize=1024)
 def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True) -> States:
-    """Return the weights, gradients and optimizer states of one device of pipeline stage `stage`; with `sharded` False
-    those that all ranks of ZeRO have together.
+    """Return the weights, gradients and optimizer states of one device of pipeline stage `stage`; with `sharded` False,
+    those of all ZeRO ranks together.
 
-    ZeRO (arXiv 1910.02054, section 5): stage 1 divides the optimizer states (and the master copy) by dp, stage 2 also
-    the gradients, stage 3 also the weights. Offloaded states are not on the device, and of the gradients only one at a
-    time is, because each leaves as backward makes it (ZeRO-Offload, arXiv 2101.06840, section 4.1).
-    """
+    ZeRO (arXiv 1910.02054, section 5): stage 1 divides the optimizer states (and the master weights) by dp, stage 2
+    also the gradients, stage 3 also the weights. Offloaded states are not on the device, and only one gradient at a
+    time is, because each is sent to the host when the backward pass has computed it (ZeRO-Offload, arXiv 2101.06840,
+    section 4.1). """
     b, zero = PRECISION[run.precision], run.zero if sharded else 0
     counts = device_parameters(spec, layers_of(spec, run), stage, run.tp, run.ep)
     parameters = sum(counts.values())
     weights = _weights(spec, run, counts, b)
-    # FSDP2's MixedPrecisionPolicy: fp32 shards, from which half weights are gathered.
+    # FSDP2's MixedPrecisionPolicy has fp32 shards and gathers weights in 16 bits.
     widening = 2 if run.lora and b.master and zero >= 2 and uses_fsdp(run) else 1
     shard = _shard(spec, run, Parts(widening * weights.experts, widening * weights.dense), zero)
     if run.lora:
@@ -122,9 +125,9 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
         gradient, master, state = b.gradients, b.master, b.states
     stepped = _shard(spec, run, trained, zero)
     if zero == 1 and not b.master and not run.lora:
-        # torch's ZeroRedundancyOptimizer deals out whole tensors (_partition_parameters), to rank 0 the largest.
+        # torch's ZeroRedundancyOptimizer assigns whole tensors to ranks (_partition_parameters), the largest to rank 0.
         stepped = max(stepped, largest_tensor(spec, run, counts))
-    if run.offload:  # the largest gradient that waits for its way to the host
+    if run.offload:  # the largest gradient that waits for its copy to the host
         with_gradients = trained.total // spec.layers if run.lora else largest_tensor(spec, run, counts)
     else:
         with_gradients = stepped if zero >= 2 else trained.total
@@ -138,9 +141,9 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
             factored = newton_schulz.elements(spec, layers_of(spec, run)[stage])
         optimizer = master * stepped + state_bytes(run.optimizer, state, stepped, factored)
         if stack_of(run).paged(run):
-            optimizer -= 2 * stepped  # all but the scales lies outside of PyTorch's allocator
+            optimizer -= 2 * stepped  # only the scales are in PyTorch's allocator
     resident = _shard(spec, run, weights, zero) if zero == 3 else weights.total
-    gathers = zero >= 2 and not stack_of(run).own_zero  # whose step counts what it gathers
+    gathers = zero >= 2 and not stack_of(run).own_zero  # otherwise the stack's step counts gathered weights
     return States(
         weights=0 if run.offload == "optimizer+parameters" else resident,
         gradients=gradient * with_gradients,
@@ -151,22 +154,23 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
     )
 
 
-def kept_weights(run: Training, held: States) -> int:
-    """Return the bytes of weights that stay from step to step: with FSDP2 a shard, which in mixed precision is the
-    optimizer's fp32 copy."""
+def kept_weights(run: Training, sizes: States) -> int:
+    """Return the bytes of weights that stay from step to step: with FSDP2 a shard. In mixed precision, this shard is
+    the fp32 master copy and counts as the optimizer's."""
     if not uses_fsdp(run):
-        return held.weights
-    return 0 if PRECISION[run.precision].master and not run.lora else held.shard
+        return sizes.weights
+    return 0 if PRECISION[run.precision].master and not run.lora else sizes.shard
 
 
 def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
-    """Return what the allocator gives a rank beyond the sizes of tensors that stay, where each has a place of its own:
-    of weights, in FSDP2's mixed precision the fp32 ones, and of AdamW's two states. Experts are not counted."""
+    """Return the bytes that the allocator adds to tensors that stay because it does not split a block whose rest would
+    be small: for weights (in FSDP2's mixed precision the fp32 ones), and for AdamW's two states. Experts do not
+    count."""
     b, sharded = PRECISION[run.precision], uses_fsdp(run)
     if is_flat(run) or stack_of(run).expandable_segments:
-        return 0, 0  # one buffer has all tensors, or segments have no ends
+        return 0, 0  # one buffer contains all tensors, or segments can grow
     if (b.master and not sharded) or run.offload == "optimizer+parameters":
-        return 0, 0  # the optimizer has buffers of its own, or the host has the weights
+        return 0, 0  # the optimizer has its own buffers, or the weights are on the host
     if run.quantization:
         return _quantizing(spec, _format(run), b.weights), 0
     first, head = stage == 0, stage == run.pp - 1 and not (spec.tied and stage == 0)
@@ -178,33 +182,33 @@ def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, width: int, each: int = 1) -> int:
-    """Return what `each` tensors of `width` bytes per element take beyond their sizes for every matrix of a stage, from
-    the embedding of the `first` one to the head, each cut among `ranks`."""
+def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, width: int, tensors: int = 1) -> int:
+    """Return the bytes that `tensors` tensors of `width` bytes per element occupy beyond their sizes, for every matrix
+    of a stage, from the embedding (`first`) to the `head`. Each matrix is divided among `ranks`."""
     table = spec.vocab * spec.hidden
     sizes = [table] * first + _sizes(spec.block_linears, spec) * layers + [table] * head
-    return beyond((width * size // ranks,) for size in sizes for _ in range(each))
+    return beyond((width * size // ranks,) for size in sizes for _ in range(tensors))
 
 
 @lru_cache(maxsize=1 << 10)
 def _quantizing(spec: ModelSpec, dtype: str, width: int) -> int:
-    """Return what weights that are quantized to `dtype` take beyond their sizes, as their engines make them one after
-    another beside an embedding and a head of `width` bytes per element."""
+    """Return the bytes that weights quantized to `dtype` occupy beyond their sizes. They are quantized one after
+    another, next to an embedding and a head of `width` bytes per element."""
     mlp_first = sorted(spec.block_linears, key=lambda linear: (linear.part != "mlp", linear.name))
     tables, sizes = [width * spec.vocab * spec.hidden] * (2 - spec.tied), _sizes(mlp_first, spec) * spec.layers
-    if dtype == "gptq":  # nothing is made of what a checkpoint has
-        block = [gptq.tensors(each.inputs, each.outputs, width) for each in mlp_first
-                 for _ in range(each.count // spec.layers)]  # fmt: skip
+    if dtype == "gptq":  # a checkpoint contains quantized weights
+        block = [gptq.tensors(linear.inputs, linear.outputs, width) for linear in mlp_first
+                 for _ in range(linear.count // spec.layers)]  # fmt: skip
         return beyond((size,) for size in (*tables, *chain.from_iterable(block * spec.layers)))
     if dtype == "nf4-double":
         return beyond([*(nf4tensor(size) for size in sizes), *((table,) for table in tables)])
-    # transformers quantizes half weights as it loads them, in the order of their names, where one block is of as many
-    # bytes as all will take (modeling_utils.py, caching_allocator_warmup; core_model_loading.py, dot_natural_key);
-    # bitsandbytes makes NF4's scales before its codes (backends/cuda/ops.py, _quantize_4bit).
-    kept = [(4 * size // NF4_BLOCK, size // 2) if dtype == "nf4" else (size,) for size in sizes]
-    all_at_once = sum(tables) + sum(stays[-1] for stays in kept)
+    # transformers first allocates one block for all weights (modeling_utils.py, caching_allocator_warmup). Then it
+    # loads and quantizes 16-bit weights in the order of their names (core_model_loading.py, dot_natural_key).
+    # bitsandbytes allocates NF4's scales before its codes (backends/cuda/ops.py, _quantize_4bit).
+    tensors = [(4 * size // NF4_BLOCK, size // 2) if dtype == "nf4" else (size,) for size in sizes]
+    all_at_once = sum(tables) + sum(stays[-1] for stays in tensors)
     return beyond([(all_at_once, -1), *((table,) for table in tables),
-                   *((2 * size, *stays, -1) for size, stays in zip(sizes, kept, strict=True))])  # fmt: skip
+                   *((2 * size, *stays, -1) for size, stays in zip(sizes, tensors, strict=True))])  # fmt: skip
 
 
 def _sizes(linears: Iterable[Linear], spec: ModelSpec) -> list[int]:
@@ -213,7 +217,7 @@ def _sizes(linears: Iterable[Linear], spec: ModelSpec) -> list[int]:
 
 
 def expert_tensor(spec: ModelSpec, run: Training) -> int:
-    """Return the elements of all experts' first projections of a layer, which transformers keeps in one tensor."""
+    """Return the elements of the first projections of all experts of a layer, which are one tensor in transformers."""
     return spec.experts * 2 * spec.moe_intermediate * spec.hidden // run.ep
 
 

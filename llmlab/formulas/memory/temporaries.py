@@ -1,4 +1,4 @@
-"""What comes and goes in a training step beside what blocks keep: logits, and operators' temporaries."""
+"""What a training step allocates and frees in addition to the activations that blocks save: logits and temporaries."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from .tower import tower_activations
 class LossBytes(NamedTuple):
     """Bytes of logits and their gradients on the rank that has the head, at four moments."""
 
-    forward: int = 0  # at the end of forward, when the loss is computed
-    gradient: int = 0  # while the gradient of the logits is made
-    head: int = 0  # while the gradient of the head's weight is made
-    after: int = 0  # from then on until the step is over
-    waiting: int = 0  # of a micro-batch whose backward has not begun, while others' runs
+    forward: int = 0  # at the end of the forward pass, while the loss is computed
+    gradient: int = 0  # while the gradient of the logits is computed
+    head: int = 0  # while the gradient of the head's weight is computed
+    after: int = 0  # from then on until the end of the step
+    waiting: int = 0  # of a micro-batch that waits for its backward pass, while another micro-batch's runs
 
 
 class BlockBackward(NamedTuple):
-    """What a block takes whose backward runs, at its highest."""
+    """The bytes at the peak of a block's backward pass."""
 
     temporaries: int
-    gradients: int  # of its own weights, those that exist by then
-    recomputed: int = 0  # of what is saved, beyond what checkpointing kept
+    gradients: int  # of the block's weights that already exist at the peak
+    recomputed: int = 0  # activations that are computed again, in addition to those that checkpointing saved
 
 
 def outer_activations(share: Share) -> int:
-    """Return the bytes kept outside the blocks: the final norm, the head's input, the embedding's dropout mask, and
-    what a pipeline's stage received and sent, which its backward starts from and ends at."""
+    """Return the bytes saved outside the blocks: by the final norm, the head's input, the embedding's dropout mask, and
+    the input and output of a pipeline stage, which its backward pass needs."""
     spec, run, b = share.spec, share.run, share.bytes
     if block := block_of(share):
-        # torch's stage keeps what it sent until its backward; what it received is a block's input, and in a buffer.
+        # torch's stage keeps its output until its backward pass. Its input is a block's input, in a buffer.
         at_ends = (not share.last) - (not share.first) if run.pp > 1 else 0
         return (described_bytes(block.outside, share) if share.last else 0) + at_ends * between_stages(share)
     width = share.mask_bytes * spec.hidden if spec.dropout and share.first else 0
@@ -52,68 +52,70 @@ def outer_activations(share: Share) -> int:
     if not share.last:
         width += b.residual * spec.hidden
     if not share.first and spec.norm == "rmsnorm" and b.residual == 2 and not run.checkpointing:
-        width += b.residual * spec.hidden  # beside the norm's fp32 copy; else it is the first block's own input
+        width += b.residual * spec.hidden  # the norm saves an fp32 copy, so this is a second tensor
     head_input = 0
     if share.last:
         fused = share.fuses or share.compiled
         width += (b.residual if fused else 4) * spec.hidden + 8
         if run.lora is None:
             width += b.residual * spec.hidden if spec.norm == "rmsnorm" and not fused else 0
-            head_input = share.tokens * b.compute * spec.hidden  # gathered whole, as `activations.per_device` says
+            head_input = share.tokens * b.compute * spec.hidden  # whole on every rank, as in `activations.per_device`
         if run.objective.loss == "chunked":
             head_input = run.scored * b.residual * spec.hidden
     return share.tokens * width // share.sequence_ranks + head_input + tower_activations(share)
 
 
 def between_stages(share: Share) -> int:
-    """Return the bytes of what a pipeline's stage sends of a micro-batch."""
+    """Return the bytes that a pipeline stage sends to the next stage per micro-batch."""
     return share.tokens * share.spec.hidden * share.bytes.residual // share.sequence_ranks
 
 
 def receive_buffers(share: Share) -> int:
-    """Return the bytes that torch's PipelineStage receives into: a buffer for each micro-batch's input and one for its
-    output's gradient, made in the first step and kept (torch/distributed/pipelining/stage.py,
-    _setup_forward_recv_info and _create_grad_recv_info)."""
+    """Return the bytes of the receive buffers of torch's PipelineStage: for each micro-batch one for its input and one
+    for the gradient of its output. They are allocated in the first step and stay
+    (torch/distributed/pipelining/stage.py, _setup_forward_recv_info and _create_grad_recv_info)."""
     run = share.run
     if run.pp == 1 or not stack_of(run).torch_stages:
         return 0
-    first, last = share.stage == 0, share.stage == run.pp - 1  # of the rank's, whichever runs
+    first, last = share.stage == 0, share.stage == run.pp - 1  # the rank's, whichever virtual stage runs
     return run.accumulation * (2 * run.virtual_stages - first - last) * between_stages(share)
 
 
 def sent_back(share: Share) -> int:
-    """Return the bytes of the gradient that a stage of torch's 1F1B sent last, which a variable has until the next is
-    sent; the schedule of virtual stages has it until it is sent (torch/distributed/pipelining/schedules.py)."""
+    """Return the bytes of the last gradient that a stage of torch's 1F1B schedule sent. A variable refers to it until
+    the next one is sent. Schedules with virtual stages free it once it is sent
+    (torch/distributed/pipelining/schedules.py)."""
     run = share.run
-    held = stack_of(run).torch_stages and run.schedule == "1f1b" and run.virtual_stages == 1
-    return between_stages(share) if held and share.over and not share.first and run.pp > 1 else 0
+    waits = stack_of(run).torch_stages and run.schedule == "1f1b" and run.virtual_stages == 1
+    return between_stages(share) if waits and share.backward_passes_done and not share.first and run.pp > 1 else 0
 
 
 def described_bytes(rows: tuple[Kept, ...], share: Share) -> int:
-    """Return the bytes of lines of a stack's description on this rank."""
+    """Return the bytes on this rank of rows of a stack's description."""
     return sum(by_kind(saved(rows, share), share.run.tp, share.run.sequence_parallel).values())
 
 
 def loss_chunk(spec: ModelSpec, tokens: int) -> int:
-    """Return of how many of `tokens` Liger's fused linear cross entropy makes the logits at once: a power of two, for
-    about as many elements as `tokens` have (src/liger_kernel/ops/fused_linear_cross_entropy.py)."""
+    """Return the number of tokens in a chunk of Liger's fused linear cross entropy, out of `tokens`: a power of two,
+    chosen so that a chunk's logits have about as many elements as the hidden states of all tokens
+    (src/liger_kernel/ops/fused_linear_cross_entropy.py)."""
     pieces = -(-spec.vocab // spec.hidden)
     return min(tokens, 1 << (-(-tokens // pieces) - 1).bit_length())
 
 
 def adds_apart(gpu: GPU | None) -> bool:
-    """Return whether Liger's loss adds up the gradients of the head's weight outside of the matmuls: each chunk's is
-    made, converted to fp32 and added. It does so before compute capability 8.0."""
+    """Return whether Liger's loss accumulates the gradient of the head's weight outside the matmuls: it computes each
+    chunk's gradient, casts it to fp32 and adds it. It does so below compute capability 8.0."""
     return gpu is not None and (gpu.compute_capability or (8, 0)) < (8, 0)
 
 
 def loss_bytes(share: Share) -> LossBytes:
     """Return the bytes around the loss; none on a stage without the head.
 
-    transformers upcasts half logits to fp32, then torch's cross_entropy keeps log_softmax's output; backward makes
-    the gradient of the negative log-likelihood and of log_softmax, both fp32. The logits themselves stay for as long
-    as the output object does, in the usual loop (`outputs = model(...)`) until the step is over; backward does not
-    need them, and `loss = model(...).loss` frees them at once. flash-attn's loss keeps the logits instead.
+    transformers casts 16-bit logits to fp32, and torch's cross_entropy saves the output of log_softmax. The backward
+    pass computes the gradients of the negative log-likelihood and of log_softmax, both in fp32. It does not need the
+    logits, but they live as long as the model's output object: in the usual loop (`outputs = model(...)`) until the end
+    of the step, while `loss = model(...).loss` frees them immediately. flash-attn's loss saves the logits instead.
     """
     spec, run, c = share.spec, share.run, share.bytes.compute
     if not share.last or run.num_labels:  # a classifier's logits are a few numbers
@@ -121,52 +123,52 @@ def loss_bytes(share: Share) -> LossBytes:
     if of_method := methods.loss_bytes(share):
         return LossBytes(*of_method)
     if run.kernels == "liger":
-        chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp  # never whole
+        chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp  # never the logits of all tokens
         elements = 0 if run.lora else spec.vocab * spec.hidden // run.tp
         weight_gradient = elements * share.bytes.gradients
         if adds_apart(share.gpu):
             chunk += elements * (c + 4 if c < 4 else 4)
-        # From then on it is the head's gradient.
+        # After the loss, the weight's gradient counts as the head's.
         return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
     logits = share.tokens * spec.vocab // share.loss_ranks
     if block := block_of(share):
         forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
         if run.pp == 1 or not stack_of(run).torch_stages:
             return LossBytes(forward, gradient, head, after)
-        # torch's schedule has the logits in a variable until the next micro-batch's (schedules.py); what autograd keeps
-        # is log_softmax's result, or where the loss is compiled the logits again.
-        kept = logits * c
-        held = kept if block.loss.gradient[0] < 2 else 0
-        waiting = kept + (4 * logits if block.loss.forward[1] else 0)
-        return LossBytes(forward, gradient + held, head + kept, after + kept, waiting)
-    # The head's own part of them, and where ranks gather it, what all sent and that in the order of words
-    # (torch/distributed/_functional_collectives.py, all_gather_tensor).
+        # A variable of torch's schedule refers to the logits until those of the next micro-batch are computed
+        # (schedules.py). Autograd saves the output of log_softmax, or, if the loss is compiled, the logits.
+        saved_logits = logits * c
+        live_logits = saved_logits if block.loss.gradient[0] < 2 else 0
+        waiting = saved_logits + (4 * logits if block.loss.forward[1] else 0)
+        return LossBytes(forward, gradient + live_logits, head + saved_logits, after + saved_logits, waiting)
+    # The rank's part of the logits, and if the ranks gather them, the output of the all-gather and its copy in the
+    # order of the vocabulary (torch/distributed/_functional_collectives.py, all_gather_tensor).
     own = share.tokens * spec.vocab // run.tp * c
     gathering = 2 * logits * c + own if own < logits * c else 0
-    if run.kernels == "fused-loss":  # the logits as they are, and the gradient that backward writes beside them
-        # Under autocast the head's weight has a half gradient before it has its own.
+    if run.kernels == "fused-loss":  # the logits without a cast, and in the backward pass their gradient
+        # Under autocast, the head's weight first has a 16-bit gradient.
         half_head = c * spec.vocab * spec.hidden // run.tp if share.autocast and not run.lora else 0
-        # A cap keeps tanh's output, and backward makes another gradient for the product behind it.
+        # A softcap saves the output of tanh, and its backward pass computes one more gradient.
         capped = logits * c * bool(spec.logit_softcap)
         return LossBytes(max(logits * c + capped, gathering), logits * 2 * c + 2 * capped + half_head,
                          logits * c + (0 if share.autocast else own), logits * c, logits * c + capped)  # fmt: skip
     if share.compiled and run.kernels != "fused-loss":
-        # One kernel casts as it reads, and nothing but the logits is kept. The gradient is written beside them and
-        # zeros, the gradient of the logits that the model returns and no loss reads (torch/_functorch/_aot_autograd/
-        # runtime_wrappers.py: a compiled function's tangents are tensors). Rows of no whole 16 bytes are padded for
-        # the head's products, by a copy where there are two of them (torch/_inductor/fx_passes/pad_mm.py). Of a cap
-        # both its sides are kept, until the gradient is made.
+        # One kernel casts while it reads, so that only the logits are saved. The gradient is a second tensor, and a
+        # third one contains zeros: the gradient of the logits that the model returns, which no loss uses
+        # (torch/_functorch/_aot_autograd/runtime_wrappers.py: a compiled function's tangents are tensors). If a row is
+        # no multiple of 16 bytes, it is padded for the head's matmuls, and if there are two of these, by a copy
+        # (torch/_inductor/fx_passes/pad_mm.py). The input and output of a softcap are saved until the gradient exists.
         padded = share.pads_rows and not run.lora
         capped = logits * c * bool(spec.logit_softcap)
         return LossBytes(logits * c + capped, logits * c * (3 + padded) + capped, logits * c * (2 + padded),
                          logits * c, logits * c + capped)  # fmt: skip
     upcast = 0 if c == 4 else 4
-    # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
+    # torch's loss_parallel computes log_softmax with several operators, and has one more temporary in both passes.
     extra = (4 if share.loss_ranks > 1 else 0) + (c if spec.logit_softcap else 0)
     return LossBytes(
         forward=max(logits * (c + upcast + 4 + extra), gathering),
         gradient=logits * (c + 12 + extra),
-        # The logits' gradient exists while the head's is made; with autocast that moment is highest after the cast.
+        # The logits' gradient exists while the head's is computed. With autocast, the peak is after the cast.
         head=logits * c + (0 if share.autocast else own),
         after=logits * c,
         waiting=logits * (c + 4),
@@ -174,8 +176,8 @@ def loss_bytes(share: Share) -> LossBytes:
 
 
 def dequantized(share: Share) -> int:
-    """Return the bytes of the largest quantized linear, dequantized to half for its product; of GPTQ's what unpacking
-    takes besides what autograd keeps of a block's (`StepMemory.block_cast`)."""
+    """Return the bytes of the largest quantized weight, dequantized to 16 bits for its matmul. For GPTQ, these are the
+    bytes of unpacking in addition to those that autograd saves (`StepMemory.block_cast`)."""
     if share.run.quantization is None:
         return 0
     element = 2
@@ -184,37 +186,42 @@ def dequantized(share: Share) -> int:
     return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
 
 
-def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], first: bool = True) -> BlockBackward:
-    """Return what the block takes whose backward runs, of which forward kept `kept` bytes by kind, and keeps `whole`
-    where nothing is recomputed. A compiled graph writes a mask out for all heads once, in its `first` block. Its own
-    gradients, of several micro-batches, are added to the earlier ones, except where FSDP2 has only shards of those, or
-    sums of another dtype."""
+def block_backward(
+    share: Share, saved_by_kind: dict[str, int], whole: dict[str, int], first: bool = True
+) -> BlockBackward:
+    """Return the bytes at the peak of a block's backward pass.
+
+    `saved_by_kind` is what its forward pass saved, and `whole` what it would save without checkpointing. A compiled
+    graph expands a mask for all heads once, in its `first` block. With several micro-batches, the block's gradients are
+    added to the accumulated ones, unless FSDP2 has only shards of these, or sums in another dtype.
+    """
     spec, run = share.spec, share.run
-    in_backward = stack_of(run).steps_in_backward(run)  # and gone at once
-    # A compiled block's come together, when it is over.
+    in_backward = stack_of(run).steps_in_backward(run)
+    # A compiled block returns all its gradients at its end.
     own = not run.lora and not run.offload and (run.compile or not in_backward)
     added = waits(run) and reduced_bytes(run, share.bytes) == share.bytes.gradients
     own = own and (run.accumulation == 1 or (uses_fsdp(run) and not added))
     gradient = share.bytes.gradients if own else 0
     if block := block_of(share):
-        return max((_at(height, block, share, sum(kept.values()), gradient) for height in block.backward), key=sum)
+        saved_bytes = sum(saved_by_kind.values())
+        return max((_at(height, block, share, saved_bytes, gradient) for height in block.backward), key=sum)
     counts = spec.parameters_by_component
     gradients = gradient * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
-    # What selective checkpointing kept is not made twice.
-    # int8's contexts are gone with the graph of what is recomputed: see mlp.in_backward.
+    # What selective checkpointing saved is not computed again. The contexts of int8 layers are freed with the graph of
+    # the recomputation: see mlp.in_backward.
     recomputed = 0
     if run.checkpointing:
-        recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) - whole.get("int8 inputs", 0)
+        recomputed = sum(whole.values()) - saved_by_kind.get("matmul outputs", 0) - whole.get("int8 inputs", 0)
         if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm" or share.bytes.residual == 4:
-            recomputed -= kept["block inputs"]  # the first norm's own
-    # What blocks were given is summed again over what products returned. Keys and values that adapters add to are made
-    # for all heads first, in all blocks, as simulations show.
-    sums = [each for each in adapted(spec, run) if each.name in ("k_proj", "v_proj")]
-    if sums and run.checkpointing and not kept["block inputs"]:
+            recomputed -= saved_by_kind["block inputs"]  # the first norm's own
+    # The residual stream is computed again from the outputs of matmuls. Keys and values with adapters are first
+    # expanded to all heads, in all blocks, as simulations show.
+    sums = [linear for linear in adapted(spec, run) if linear.name in ("k_proj", "v_proj")]
+    if sums and run.checkpointing and not saved_by_kind["block inputs"]:
         width = 2 * share.bytes.compute * (spec.query_width - spec.key_width)
         width -= adapters_stream(share) * len(sums) * spec.key_width
         recomputed += share.layers * share.tokens * max(0, width)
-    # When attention's backward begins; compiled, of what lies around the MLP only adapters' inputs.
+    # What is freed before attention's backward pass begins. In compiled code, only adapters' inputs of the MLP are.
     if share.blocks_compiled:
         gone = whole.get("mlp", 0)
         if run.checkpointing:
@@ -226,36 +233,37 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], fi
 
 
 def forward_height(share: Share) -> int:
-    """Return what a described block's forward holds beside what it keeps, as the description says."""
+    """Return the temporaries of a described block's forward pass."""
     block = block_of(share)
     if not block or not block.forward:
         return 0
-    return max(described_bytes(each.beside, share) - described_bytes(
-        () if share.recomputes_last else tuple(row for row in block.saved if row.operator in each.gone), share)
-        for each in block.forward)  # fmt: skip
+    return max(described_bytes(height.beside, share) - described_bytes(
+        () if share.recomputes_last else tuple(row for row in block.saved if row.operator in height.gone), share)
+        for height in block.forward)  # fmt: skip
 
 
-def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) -> BlockBackward:
-    """Return what a described block takes at `height`, with `gradient` bytes for an element of its gradients."""
+def _at(height: Height, block: Block, share: Share, saved_bytes: int, gradient: int) -> BlockBackward:
+    """Return the bytes of a described block at `height`, with `gradient` bytes per element of its gradients."""
     rows = tuple(row for row in block.saved if row.operator not in height.gone)
     spec = share.spec
-    one = spec.moe_layers * spec.experts * spec.hidden * spec.moe_intermediate // share.run.ep  # of experts' matrices
+    # Elements of the matrices of the experts on this rank.
+    experts = spec.moe_layers * spec.experts * spec.hidden * spec.moe_intermediate // share.run.ep
     elements = sum(linear.elements for linear in share.spec.block_linears if linear.name in height.gradients)
-    elements += sum(name in EXPERTS for name in height.gradients) * one
+    elements += sum(name in EXPERTS for name in height.gradients) * experts
     return BlockBackward(
         temporaries=described_bytes(height.beside, share),
         gradients=gradient * elements // (share.spec.layers * share.run.tp),
-        recomputed=described_bytes(rows, share) - kept,
+        recomputed=described_bytes(rows, share) - saved_bytes,
     )
 
 
 def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple[int, int]:
-    """Return the temporaries of a block's backward and its own gradients by then, at the higher of two moments: in its
-    MLP or in its attention, which comes after the MLP, whose `mlp_kept` bytes are free by then, and whose `gradients`
-    exist; with `masks` heads' masks."""
+    """Return the temporaries of a block's backward pass and its gradients at that moment, at the higher of two moments:
+    in its MLP, or later in its attention, when the MLP's `mlp_kept` bytes are freed and its `gradients` exist. `masks`
+    is the number of masks, counted in heads."""
     spec, run, c = share.spec, share.run, share.bytes.compute
-    # Compiled, backward writes over what it has read: down_proj's input too, which LoRA does not keep. Of a recomputed
-    # block all is there first.
+    # A compiled backward pass overwrites its inputs, also down_proj's input, which LoRA does not save. A recomputed
+    # block first has all of them.
     over = share.compiled and not run.checkpointing
     recomputed = share.blocks_compiled and run.checkpointing is not None
     again = recomputed and run.lora is not None
@@ -266,7 +274,7 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
     if run.lora and (eager := mlp_of(share)):
         mlp = in_backward(eager, int8_inputs(share, alone=True) - int8_inputs(share, 3, alone=True))
     written_out = not spec.gated and spec.activation not in FUSED and not share.blocks_compiled
-    if written_out and run.lora:  # what goes to the product with tanh, and to both of its sides
+    if written_out and run.lora:  # the gradient of the product with tanh, and those of both factors
         mlp = share.tokens * spec.intermediate * 3 * (4 if share.autocast else share.linear_bytes) // run.tp
     if over and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
@@ -274,7 +282,7 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
         attention = backward_scores(share) - (0 if recomputed else mlp_kept)
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
-        # Beside the gradient of the block's output: where weights are trained, what their gradients read.
+        # In addition to the gradient of the block's output: the inputs of weight gradients, if weights are trained.
         if again or masks:
             attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
         attention += score_elements(share) * c * masks // (spec.heads * run.tp)
@@ -284,25 +292,25 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
 
 
 def _writes_norm(share: Share) -> bool:
-    """Whether adapters alone are trained and the final norm is written in Python (transformers' LlamaRMSNorm)."""
+    """Whether only adapters are trained and the final norm runs as several operators (transformers' LlamaRMSNorm)."""
     written = share.spec.norm == "rmsnorm" and not (share.fuses or share.compiled or share.run.kernels)
     return share.last and share.run.lora is not None and written and not block_of(share)
 
 
 def norm_backward(share: Share) -> int:
-    """Return what the final norm's backward takes: in fp32 what goes to its input, and what comes of its mean of
-    squares, in four steps."""
+    """Return the temporaries of the final norm's backward pass: its input's gradient in fp32, and four more tensors for
+    the gradient of the mean of squares."""
     return 5 * 4 * share.tokens * share.spec.hidden // share.sequence_ranks if _writes_norm(share) else 0
 
 
 def norm_replaced(share: Share) -> int:
-    """Return by what the gradient that leaves the final norm is less than the fp32 input that it kept."""
+    """Return by how many bytes the gradient of the final norm's input is smaller than the fp32 input that it saved."""
     less = 4 - share.bytes.residual if _writes_norm(share) else 0
     return share.tokens * share.spec.hidden * less // share.sequence_ranks
 
 
 def behind_scores(share: Share) -> int:
-    """Return what of a block's kept bytes is not there yet when its scores are."""
+    """Return the saved bytes of a block that are not allocated yet when its scores are."""
     if share.blocks_compiled or block_of(share):
         return 0
     if share.run.checkpointing:
@@ -311,8 +319,8 @@ def behind_scores(share: Share) -> int:
 
 
 def forward_mlp(share: Share) -> int:
-    """Return what a gated MLP of transformers holds in forward beside what is kept when the block is over. Compiled,
-    the results of all adapters wait for one kernel. A block that is recomputed keeps none of what it computes."""
+    """Return the temporaries of the forward pass of a gated MLP in transformers. In compiled code, the outputs of all
+    adapters wait for one kernel. A checkpointed block saves none of its intermediate tensors."""
     spec, run, c = share.spec, share.run, share.linear_bytes
     if block_of(share) or spec.experts or not spec.gated or not (run.lora or run.checkpointing):
         return 0
@@ -320,38 +328,38 @@ def forward_mlp(share: Share) -> int:
         return in_forward(eager, run.checkpointing)
     s, names = adapters_stream(share), [linear.name for linear in adapted(spec, run)]
     inputs = sum(1 + (name == "gate_up_proj") for name in names if name in ("gate_proj", "up_proj", "gate_up_proj"))
-    # Selective checkpointing keeps what products returned.
+    # Selective checkpointing saves the outputs of matmuls.
     width = c + {None: 0, "selective": 0, "full": c}[run.checkpointing]
     width += inputs * s * (run.checkpointing != "selective")
     return share.tokens * width * spec.intermediate // run.tp
 
 
 def _beside_adapters(share: Share) -> tuple[float, float]:
-    """Return the temporaries of the backward of a compiled MLP that is recomputed, in a block with adapters: how many
-    tensors of the MLP's width, and of the stream's. As simulations of four shapes count them on an A100 and an H100,
-    within one tensor of the MLP's width.
+    """Return the temporaries of the backward pass of a compiled, recomputed MLP in a block with adapters: the number of
+    tensors of the MLP's width, and of the residual stream's width. The numbers are counted in simulations of four
+    shapes on an A100 and an H100, and agree within one tensor of the MLP's width.
 
-    Adapters in the MLP cast what they read and its gradients, to fp32 unless they are half, and Inductor's order leaves
-    all of that until the gradients of the adapters' weights, which come last. Where masks are made again, more waits;
-    where products were kept, backward writes over them.
+    Adapters in the MLP cast their inputs and gradients, to fp32 unless the adapters are in 16 bits. Inductor keeps all
+    of these until it computes the gradients of the adapters' weights, last. If masks are created again, more tensors
+    wait. If the outputs of matmuls were saved, the backward pass overwrites them.
     """
     names = [linear.name for linear in adapted(share.spec, share.run) if linear.part == "mlp"]
     count, remade, wide = len(names), share.remade_masks > 0, adapter_bytes(share.run) == 4
     if names == ["down_proj"] and wide and share.run.checkpointing == "full":
-        return 5, 2  # on either card: no other adapter's casts wait with it
+        return 5, 2  # on both GPUs: no other adapter's casts wait
     over = 2 + count if share.run.checkpointing == "selective" else 0
     return 2 + remade + count * (10 / 3 if wide else 2) - over, count * (4 if remade else 8 / 3) * wide
 
 
 def optimizer_temporaries(share: Share, states: States) -> int:
-    """Return what the update itself allocates.
+    """Return the bytes that the optimizer's update allocates.
 
-    On a GPU torch's AdamW is foreach: it makes the square roots of all second moments at once
-    (torch/optim/adam.py, _multi_tensor_adam: _foreach_sqrt). On the CPU it makes the root and its quotient of one
-    parameter at a time (_single_tensor_adam). Fused it makes none (cuda/FusedAdamWKernel.cu), and with a master copy
-    it is fused, as in DeepSpeed and Megatron-LM; the fp32 shards of FSDP2's policy are stepped like any others. Where
-    ranks then gather the weights through flat copies, the rank's part is one of these, and NCCL copies the whole again
-    (ProcessGroupNCCL.cpp, allgather: newLikeFlat).
+    On a GPU, torch's AdamW uses foreach operators by default, which allocate the square roots of all second moments
+    together (torch/optim/adam.py, _multi_tensor_adam: _foreach_sqrt). On a CPU, it allocates the root and the quotient
+    of one parameter at a time (_single_tensor_adam). Fused AdamW allocates none (cuda/FusedAdamWKernel.cu), and with
+    master weights the optimizer is fused, as in DeepSpeed and Megatron-LM. FSDP2's fp32 shards are updated like other
+    weights. If the ranks then gather the weights through flat copies, the rank's part is one of these, and NCCL copies
+    the whole tensor again (ProcessGroupNCCL.cpp, allgather: newLikeFlat).
     """
     spec, run = share.spec, share.run
     if stack_of(run).copies_gathered and run.zero == 1:
@@ -364,10 +372,11 @@ def optimizer_temporaries(share: Share, states: States) -> int:
     experts = expert_tensor(spec, run)
     largest = min(max(spec.vocab * spec.hidden, experts) // run.tp, states.trained)
     if run.optimizer == "adafactor":
-        # As the experts' down is updated, the loop's variable still holds gate's and up's (torch/optim/_adafactor.py).
+        # While the experts' down is updated, a loop variable refers to gate's and up's update
+        # (torch/optim/_adafactor.py).
         return element * min(max(largest, experts * 3 // 2 // run.tp), states.trained)
     stepped = states.trained
-    if run.optimizer == "muon":  # which is stepped before AdamW
+    if run.optimizer == "muon":  # updated before AdamW's parameters
         stepped -= newton_schulz.elements(spec, share.layers)
         largest = min(spec.vocab * spec.hidden, stepped)
         gradient = 4 if share.bytes.master else share.bytes.gradients
@@ -376,7 +385,8 @@ def optimizer_temporaries(share: Share, states: States) -> int:
 
 
 def _adamw_roots(share: Share, stepped: int, largest: int) -> int:
-    """Return the roots of second moments that AdamW makes of `stepped` parameters, the largest tensor `largest`."""
+    """Return the bytes of the square roots of second moments for `stepped` parameters, of which the largest tensor has
+    `largest`."""
     run, element = share.run, adapter_bytes(share.run) if share.run.lora else share.bytes.states
     if share.bytes.master and not uses_fsdp(run):
         return 0

@@ -20,7 +20,7 @@ def tower_activations(share: Share) -> int:
         return 0
     width, layers, inner = tower_sizes(spec.config)
     patches = run.micro_batch * images.number * images.patches
-    kept = share.bytes.residual * width
+    saved_bytes = share.bytes.residual * width
     if not run.checkpointing:
-        kept += share.bytes.residual * width + share.bytes.compute * (6 * width + 2 * inner)
-    return patches * layers * kept
+        saved_bytes += share.bytes.residual * width + share.bytes.compute * (6 * width + 2 * inner)
+    return patches * layers * saved_bytes

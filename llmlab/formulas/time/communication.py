@@ -68,8 +68,8 @@ def seconds(collective: str, size: float, group: Group, algorithm: str | None = 
         raise SpecError(f"algorithm='switch': the links of these {group.ranks} ranks have no switch that adds")
     if algorithm or collective != "all-reduce":
         return _seconds(collective, size, group, algorithm or allowed[0])
-    tried = [each for each in NCCL if each != "switch" or group.switched]
-    return min([_seconds(collective, size, group, each) for each in tried])
+    tried = [algorithm for algorithm in NCCL if algorithm != "switch" or group.switched]
+    return min([_seconds(collective, size, group, algorithm) for algorithm in tried])
 
 
 def _seconds(collective: str, size: float, group: Group, algorithm: str) -> float:

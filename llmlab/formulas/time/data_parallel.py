@@ -39,9 +39,9 @@ class Communicated(NamedTuple):
     """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; the `bytes` of
     the tensors that are sent (an all-reduce's twice); for each layer the seconds of a gather of its weights, and of
     summing its gradients, once; and the seconds of FSDP2's copies between parameters and its buffers, which run among
-    the computation's kernels and are in neither of the first two. `later`: seconds that are exposed too where an engine
-    that is not named sends its updated tensors one by one, as PyTorch's and InternEvo do. `contended`: seconds of the
-    hidden part in which it takes memory and multiprocessors from computation."""
+    the computation's kernels and are in neither of the first two. `maybe_exposed`: seconds that are exposed too where
+    an engine that is not named sends its updated tensors one by one, as PyTorch's and InternEvo do. `contended`:
+    seconds of the hidden part in which it takes memory and multiprocessors from computation."""
 
     exposed: float
     sent: float
@@ -49,7 +49,7 @@ class Communicated(NamedTuple):
     gather: float = 0.0
     reduce: float = 0.0
     copied: float = 0.0
-    later: float = 0.0
+    maybe_exposed: float = 0.0
     contended: float = 0.0
 
     def contending(self, group: Group) -> Communicated:
@@ -112,8 +112,8 @@ class _Replica(NamedTuple):
     def busy(self, inside: float, across: float) -> float:
         """Return the seconds that links are busy with what shards and copies send: at once, where copies alone are on
         other nodes."""
-        apart = self.copies.across is not None and self.group.across is None
-        return max(inside, across) if apart else inside + across
+        two_levels = self.copies.across is not None and self.group.across is None
+        return max(inside, across) if two_levels else inside + across
 
 
 def _groups(run: Training, cluster: Cluster) -> tuple[Group, Group, Group]:
@@ -128,7 +128,7 @@ def data_parallel(
     spec: ModelSpec,
     run: Training,
     cluster: Cluster,
-    found: Kernels,
+    gpu_kernels: Kernels,
     compute: float,
     forward: float,
     overlap: tuple[str, ...],
@@ -141,7 +141,7 @@ def data_parallel(
     if group.ranks == 1:
         return Communicated(0.0, 0.0)
     times, sizes = (forward * compute, (1 - forward) * compute), _sizes(spec, run)
-    replica = _Replica(found, group, copies, everyone, *times, sizes)
+    replica = _Replica(gpu_kernels, group, copies, everyone, *times, sizes)
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     updated = sizes.gradients if run.lora else sizes.weights  # adapters are as wide as their gradients
     buckets = ddp_buckets(spec, run, bucket) if run.zero < 2 else 0
@@ -151,7 +151,7 @@ def data_parallel(
     dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, buckets)
     # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
     whole_tensors = not PRECISION[run.precision].master and not run.lora
-    sent = dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
+    sent = dealt if whole_tensors else flat._replace(maybe_exposed=max(0.0, dealt.exposed - flat.exposed))
     return sent.contending(group)
 
 
@@ -192,12 +192,12 @@ def ddp_buckets(spec: ModelSpec, run: Training, full: int) -> int:
         width * elements for layer in range(sizes.layers) for elements, count in reversed(matrices)
         if (layer + 1) * count // spec.layers > layer * count // spec.layers  # not every layer has experts
     ]  # fmt: skip
-    buckets, held = 0, 0.0
+    buckets, bucket_bytes = 0, 0.0
     for size in (*outside[:-1], *blocks, *outside[-1:]):
-        held += size
-        if held >= full:
-            buckets, held = buckets + 1, 0.0
-    return buckets + (held > 0)
+        bucket_bytes += size
+        if bucket_bytes >= full:
+            buckets, bucket_bytes = buckets + 1, 0.0
+    return buckets + (bucket_bytes > 0)
 
 
 @lru_cache(maxsize=256)

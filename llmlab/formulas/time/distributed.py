@@ -63,7 +63,7 @@ class Step(NamedTuple):
     parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that, what
     the hidden part costs and what FSDP2 copies. `scale` is what many nodes lose to the slowest of them. `layer` has the
     seconds of one layer in a micro-batch: what is computed forward and backward, what is gathered and reduced for it,
-    and sent within it. `data_later`: what an engine that is not named may expose besides.
+    and sent within it. `data_maybe_exposed`: what an engine that is not named may expose besides.
     """
 
     products: float
@@ -81,7 +81,7 @@ class Step(NamedTuple):
     data_exposed: float = 0.0
     layer: Mapping[str, float] = MappingProxyType({})
     scale: float = 0.0
-    data_later: float = 0.0
+    data_maybe_exposed: float = 0.0
     mfu: float | None = None
 
     @property
@@ -138,12 +138,12 @@ def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced |
     if traced:  # what was traced has the host's time of all, head and loss among it
         started = own = products + loss
     else:
-        started, own = [time.loss_waits(run, each, loss) for each in (head, products)]
+        started, own = [time.loss_waits(run, own_products, loss) for own_products in (head, products)]
     blocks = sum([seconds for part, seconds in passes.products.items() if part != "head"])
     share = run.pp / spec.layers
     # A layer of the mean stage: what products, traffic and the host's time are counted for.
     times = blocks, passes.attention, passes.elementwise, passes.host - started
-    block = _Layer(*[share * each for each in times])
+    block = _Layer(*[share * seconds for seconds in times])
     return Computation(passes, block, _Layer(products, 0.0, loss, own), counted, update)
 
 
@@ -174,40 +174,40 @@ def step(
         check(spec, run, gpu)
     if overlap is None:
         overlap = stack_of(run).overlap(run)
-    elif unknown := [each for each in overlap if each not in OVERLAPS]:
+    elif unknown := [name for name in overlap if name not in OVERLAPS]:
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
     if bucket_bytes < 1:
         raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
     if rates := pcie_rates(cluster.inside, min(run.world_size, cluster.gpus), gpu.peer_access):
         cluster = cluster.reaching(rates.median)  # all GPUs of a node share its host, whatever groups they are in
-    found, known = kernels(gpu), known or computation(spec, run, gpu, traced)
+    gpu_kernels, known = kernels(gpu), known or computation(spec, run, gpu, traced)
     block, counted = known.block, known.counted
     if known.passes is None:
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}, so its time is unknown")
     m = run.accumulation
-    tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
+    tensor = _tensor(spec, run, cluster, gpu_kernels, "tensor" in overlap)
     if stack_of(run).tp_comm_overlap:
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
-    context = _context(spec, run, cluster, found, block.attention / m)
+    context = _context(spec, run, cluster, gpu_kernels, block.attention / m)
     if not traced:  # whose passes have it
-        context += _merged(spec, run, found)
-    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
-    gathered = _logits(spec, run, cluster, found)
-    pipeline = _sends(spec, run, cluster, found)
+        context += _merged(spec, run, gpu_kernels)
+    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, gpu_kernels) if run.ep > 1 else 0.0
+    gathered = _logits(spec, run, cluster, gpu_kernels)
+    pipeline = _sends(spec, run, cluster, gpu_kernels)
     layers, within = layers_of(spec, run), tensor + context + experts
     if within and not stack_of(run).cuda_launch_blocking:
         block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
     alike = {n: _stage(n, block, NOTHING, m) for n in set(layers[:-1])}
     last = _stage(layers[-1], block, known.head, m)
-    times = {n: each.seconds + n * within for n, each in alike.items()}
+    times = {n: stage.seconds + n * within for n, stage in alike.items()}
     stages = [*[times[n] for n in layers[:-1]], last.seconds + layers[-1] * within + gathered]
     slowest = stages.index(max(stages))
     n = layers[slowest]
     compute = last if slowest == run.pp - 1 else alike[n]
     forward = counted.forward / counted.total
     one, busy = block.seconds / m, compute.seconds
-    data = data_parallel(spec, run, cluster, found, busy, forward, overlap, bucket_bytes)
+    data = data_parallel(spec, run, cluster, gpu_kernels, busy, forward, overlap, bucket_bytes)
     copied = 0.0 if traced else data.copied
     scale, lost = training_rates()["scale"], 0.0
     sent = data.exposed + copied + scale["contention"] * data.contended
@@ -216,8 +216,9 @@ def step(
     seconds = m * stages[slowest] + passed + bubble + sent + known.update
     if (nodes := -(-run.world_size // cluster.gpus)) > 1:
         # All ranks wait for the slowest once per step, and with sharded parameters in each layer too.
-        each = scale["seconds_per_doubling"] + (scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0)
-        lost = each * log2(nodes)
+        per_doubling = scale["seconds_per_doubling"]
+        per_doubling += scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0
+        lost = per_doubling * log2(nodes)
     return Step(
         products=m * compute.products,
         attention=m * compute.attention,
@@ -232,7 +233,7 @@ def step(
         update=known.update,
         data_sent=data.sent,
         data_exposed=data.exposed,
-        data_later=data.later,
+        data_maybe_exposed=data.maybe_exposed,
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
         scale=lost,
@@ -256,7 +257,7 @@ def _stream_bytes(spec: ModelSpec, run: Training) -> float:
     return run.tokens / run.cp * spec.hidden * bytes_of(run).compute
 
 
-def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hidden: bool) -> float:
+def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels, hidden: bool) -> float:
     """Return the seconds per layer and micro-batch that products do not hide.
 
     Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient behind the
@@ -268,23 +269,23 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
         return 0.0
     group, size = cluster.group(run.tp), _stream_bytes(spec, run)
     again = 2 * whole_again(spec, run) + module_again(run, "mlp")
-    behind = time.columns_backward(spec, run, found) if hidden else ()
+    behind = time.columns_backward(spec, run, gpu_kernels) if hidden else ()
     if not run.sequence_parallel:
-        once = found.collective("all-reduce", size, group)
-        return (2 + (0 if hidden else 2) + again) * once + sum(_left(once, each.weight) for each in behind)
+        once = gpu_kernels.collective("all-reduce", size, group)
+        return (2 + (0 if hidden else 2) + again) * once + sum(_left(once, backward.weight) for backward in behind)
     regathers = 2 if run.checkpointing == "selective" and not again and not hidden else 0
     gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
     # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
     cast = stack_of(run).fp8_recipe or run.fp8 == "tensorwise"
     gathered = size / 2 if cast else size
     waited = group.nodes * group.across.waited if group.across else 0.0
-    gather = found.collective("all-gather", gathered, group) + waited
-    scatter = found.collective("reduce-scatter", size, group) + waited
+    gather = gpu_kernels.collective("all-gather", gathered, group) + waited
+    scatter = gpu_kernels.collective("reduce-scatter", size, group) + waited
     if run.zero == 3:
         # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
         # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
-        gather, scatter = gather + 2 * gathered / found.bandwidth, scatter + 2 * size / found.bandwidth
-    left = sum(_left(gather, each.input) + _left(scatter, each.weight) for each in behind)
+        gather, scatter = gather + 2 * gathered / gpu_kernels.bandwidth, scatter + 2 * size / gpu_kernels.bandwidth
+    left = sum(_left(gather, backward.input) + _left(scatter, backward.weight) for backward in behind)
     return gathers * gather + scatters * scatter + left
 
 
@@ -297,16 +298,16 @@ def _left(sent: float, product: float, inside: float | None = None) -> float:
     return sent - behind + float(training_rates()["scale"]["contention"]) * contended
 
 
-def _logits(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
+def _logits(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels) -> float:
     """Return the seconds in which ranks gather a micro-batch's logits and put them in the order of words; backward
     takes a part of their gradient, and sends nothing."""
     if run.loss_parallel:
         return 0.0
     size = run.tokens / run.cp * spec.vocab * bytes_of(run).compute
-    return found.collective("all-gather", size, cluster.group(run.tp)) + 2 * size / found.bandwidth
+    return gpu_kernels.collective("all-gather", size, cluster.group(run.tp)) + 2 * size / gpu_kernels.bandwidth
 
 
-def _context(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, attention: float) -> float:
+def _context(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels, attention: float) -> float:
     """Return the seconds per layer and micro-batch that keys and values take round the ring and `attention` does not
     hide: while a rank attends to some, the next are on their way (Transformer Engine, attention.py, AttnFuncWithCP;
     torch, distributed/tensor/experimental/_context_parallel, which gathers them at once)."""
@@ -317,39 +318,40 @@ def _context(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, a
     # Forward 1; backward 2, with the gradients.
     passes = 3 + attentions_again(spec, run, fused=True) / spec.layers
     size = run.tokens / run.cp * width
-    sent = passes * (run.cp - 1) * found.collective("send", size, group)
+    sent = passes * (run.cp - 1) * gpu_kernels.collective("send", size, group)
     return _left(sent, (run.cp - 1) / run.cp * attention, passes * (run.cp - 1) * size / group.inside.reached)
 
 
-def _merged(spec: ModelSpec, run: Training, found: Kernels) -> float:
+def _merged(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
     """Return the seconds per layer and micro-batch in which ranks put together what attention gave step by step."""
     if run.cp == 1:
         return 0.0
     own = stack_of(run).name
     kind = own if own in RING else "compiled" if run.compile else "eager"
     times = 1 + attentions_again(spec, run, fused=True) / spec.layers, 1
-    each = sum(
+    bytes_per_token = sum(
         many * (first + (run.cp - 2) * more) * width
         for many, passed in zip(times, RING[kind], strict=True)
         for first, more, width in zip(*passed, (spec.query_width, spec.key_width), strict=True)
     )
-    return run.tokens / run.cp * each / run.tp / found.bandwidth
+    return run.tokens / run.cp * bytes_per_token / run.tp / gpu_kernels.bandwidth
 
 
-def _experts(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
+def _experts(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels) -> float:
     """Return the seconds per layer with experts and micro-batch that tokens take to their experts and back."""
     group = cluster.group(run.ep, run.tp * run.cp)
     passes = 4 + 2 * whole_again(spec, run)
-    return passes * found.collective("all-to-all", spec.experts_per_token * _stream_bytes(spec, run) / run.tp, group)
+    sent = spec.experts_per_token * _stream_bytes(spec, run) / run.tp
+    return passes * gpu_kernels.collective("all-to-all", sent, group)
 
 
-def _sends(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
+def _sends(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels) -> float:
     """Return the seconds that a stage sends per micro-batch: each tensor-parallel rank its part, gathered where it
     arrives (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
     if run.pp == 1:
         return 0.0
     group = cluster.group(run.pp, run.tp * run.cp * run.dp)
-    once = found.collective("send", _stream_bytes(spec, run) / run.tp, group)
+    once = gpu_kernels.collective("send", _stream_bytes(spec, run) / run.tp, group)
     if run.tp > 1 and not run.sequence_parallel:
-        once += found.collective("all-gather", _stream_bytes(spec, run), cluster.group(run.tp))
+        once += gpu_kernels.collective("all-gather", _stream_bytes(spec, run), cluster.group(run.tp))
     return 2 * run.virtual_stages * once

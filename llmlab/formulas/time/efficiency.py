@@ -47,10 +47,10 @@ def efficiencies() -> dict[str, Efficiency]:
     """Return every card's efficiency by the card's name. What a library's operator takes was measured on one host: on
     others it takes as many of theirs."""
     entries = read_table("efficiencies.toml")["efficiency"]
-    found = {entry["gpu"]: Efficiency(sms=find_gpu(entry["gpu"]).sms, **entry) for entry in entries}
-    operators = max(each.custom / each.dispatch for each in found.values() if each.dispatch)
-    return {gpu: each if each.custom else replace(each, custom=operators * each.dispatch)
-            for gpu, each in found.items()}  # fmt: skip
+    table = {entry["gpu"]: Efficiency(sms=find_gpu(entry["gpu"]).sms, **entry) for entry in entries}
+    operators = max(rates.custom / rates.dispatch for rates in table.values() if rates.dispatch)
+    return {gpu: rates if rates.custom else replace(rates, custom=operators * rates.dispatch)
+            for gpu, rates in table.items()}  # fmt: skip
 
 
 def efficiency(card: GPU | str) -> Efficiency | None:
@@ -60,8 +60,8 @@ def efficiency(card: GPU | str) -> Efficiency | None:
     >>> efficiency("B200") is None
     True
     """
-    found = find_gpu(card)
-    rates, share = efficiencies().get(found.name), clocks(found)
+    data_sheet = find_gpu(card)
+    rates, share = efficiencies().get(data_sheet.name), clocks(data_sheet)
     if rates is None or share == 1:
         return rates
     matmul, attention = ({dtype: share * rate for dtype, rate in by.items()} for by in (rates.matmul, rates.attention))

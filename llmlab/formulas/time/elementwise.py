@@ -77,16 +77,16 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 @lru_cache(maxsize=1024)
 def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind: bool) -> Moved:
     share, stack = share_of(spec, run, find_gpu(CARDS[flash])), stack_of(run)
-    each: float = LOGITS_MOVES * 4
+    moves: float = LOGITS_MOVES * 4
     if own := OWN_LOGITS.get(stack.name):
-        each = sum(own[stack.cross_entropy_fusion_impl])
+        moves = sum(own[stack.cross_entropy_fusion_impl])
     elif (run.compile and stack.compile_loss) or run.kernels in ("liger", "fused-loss"):
-        each = FUSED_LOGITS
+        moves = FUSED_LOGITS
         if share.compiled and run.kernels is None:
-            each += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
+            moves += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
     if read := METHOD_LOGITS.get(run.objective.loss):
-        each = read * share.bytes.compute
-    logits = each * run.scored // run.cp * spec.vocab / share.loss_ranks
+        moves = read * share.bytes.compute
+    logits = moves * run.scored // run.cp * spec.vocab / share.loss_ranks
     if run.kernels == "liger":
         logits += head_casts(share)
     fused = run.compile or run.kernels == "liger"
@@ -137,8 +137,8 @@ def head_casts(share: Share) -> float:
     if not share.autocast:
         return 0.0
     chunks = -(-share.tokens // loss_chunk(spec, share.tokens))
-    each = cast(b.weights, b.compute)
-    moves: float = 2 * chunks * each if run.lora else (chunks + 1) * each
+    per_weight = cast(b.weights, b.compute)
+    moves: float = 2 * chunks * per_weight if run.lora else (chunks + 1) * per_weight
     if not run.lora and adds_apart(share.gpu):
         moves += chunks * (cast(b.compute, 4) + 3 * 4)
     return moves * spec.vocab * spec.hidden / run.tp
@@ -182,8 +182,8 @@ def plain_block(share: Share) -> float:
         width = (spec.mla.q_lora_rank or 0) + spec.mla.kv_lora_rank
         forward, backward = forward + latent.forward * width + put, backward + latent.backward * width + 2.5 * put
     if spec.qk_norm:
-        each = rmsnorm(m, trained)
-        forward, backward = forward + each.forward * (Q + K), backward + each.backward * (Q + K)
+        one_norm = rmsnorm(m, trained)
+        forward, backward = forward + one_norm.forward * (Q + K), backward + one_norm.backward * (Q + K)
     if not spec.learned_positions:
         turn, _ = rotation(share)
         forward, backward = forward + turn.forward, backward + turn.backward
@@ -193,7 +193,7 @@ def plain_block(share: Share) -> float:
     if spec.fused_qkv:
         backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # of a split; of three slices
     if trained:
-        backward += m * sum(each.outputs * each.count for each in spec.block_linears if each.bias) / spec.layers
+        backward += m * sum(linear.outputs * linear.count for linear in spec.block_linears if linear.bias) / spec.layers
     attention = attend(share)
     once += (forward + attention.forward) / run.tp
     back += (backward + attention.backward) / run.tp
@@ -217,12 +217,12 @@ def linear_casts(share: Share, linear: Linear) -> float:
     """Return the bytes per token of the casts around the linear layers of this name, all layers together."""
     run, m = share.run, share.linear_bytes
     if linear.name in ROW_PARALLEL:
-        given = share.attention_bytes if linear.part == "attention" else m
+        input_bytes = share.attention_bytes if linear.part == "attention" else m
     else:
-        given = share.bytes.residual
+        input_bytes = share.bytes.residual
     half = 2 if run.quantization == "int8" else PRECISION[run.precision].compute
-    out = cast(half, given) * linear.outputs if run.quantization and adapter_bytes(run) == 4 else 0
-    return linear.count * (cast(given, half) * linear.inputs + out)
+    out = cast(half, input_bytes) * linear.outputs if run.quantization and adapter_bytes(run) == 4 else 0
+    return linear.count * (cast(input_bytes, half) * linear.inputs + out)
 
 
 def mlp(share: Share, width: float) -> Pass:
@@ -269,7 +269,7 @@ def routed(share: Share) -> Pass:
     h, sent = spec.hidden, spec.experts_per_token * spec.hidden
     forward = sent * (2 * c + (c + 4) + 8 + 4) + h * (4 + cast(4, c))
     backward = sent * (12 + 8 + 10 + 8 + 4 + (4 + c) + cast(4, c) + 2 * c) + h * (cast(4, c) + 3 * c)
-    return Pass(*(each * spec.moe_layers / spec.layers for each in (forward, backward)))
+    return Pass(*(moves * spec.moe_layers / spec.layers for moves in (forward, backward)))
 
 
 def adapters(share: Share) -> float:
@@ -282,23 +282,25 @@ def adapters(share: Share) -> float:
     if run.lora is None:
         return 0.0
     stream, made = share.bytes.residual, share.linear_bytes
-    held = adapter_bytes(run)
-    computed = held if multiplied_wide(run) else share.bytes.compute
+    width = adapter_bytes(run)
+    computed = width if multiplied_wide(run) else share.bytes.compute
     wide = max(made, computed)
-    dropped = 2 * held + 1 if run.lora.dropout else 0
+    dropped = 2 * width + 1 if run.lora.dropout else 0
     bottom = 2 * computed + made + computed + wide + cast(wide, made)
     bottom_back = 2 * computed + cast(wide, made) * 2 + cast(wide, computed)
     if run.compile:
         bottom, bottom_back = computed, 2 * computed
-    copied = 2 * made if by_bitsandbytes(run) and held == 4 and not run.compile else 0  # bitsandbytes' result, cloned
+    copied = 2 * made if by_bitsandbytes(run) and width == 4 and not run.compile else 0  # bitsandbytes' result, cloned
     forward = backward = last = 0.0
     for linear in adapted(spec, run):
-        each, row = linear.count / spec.layers, linear.name in ROW_PARALLEL
-        given = made if row else stream
-        casts = (cast(given, held) + cast(held, computed) if not run.compile else cast(given, computed)) + dropped
-        down, up = each * linear.inputs / (run.tp if row else 1), each * linear.outputs / (1 if row else run.tp)
+        per_layer, row = linear.count / spec.layers, linear.name in ROW_PARALLEL
+        input_bytes = made if row else stream
+        casts = cast(input_bytes, width) + cast(width, computed) if not run.compile else cast(input_bytes, computed)
+        casts += dropped
+        down = per_layer * linear.inputs / (run.tp if row else 1)
+        up = per_layer * linear.outputs / (1 if row else run.tp)
         forward += casts * down + (bottom + copied) * up
-        backward += (casts + (computed if run.compile else 3 * given)) * down + bottom_back * up
+        backward += (casts + (computed if run.compile else 3 * input_bytes)) * down + bottom_back * up
         last += bottom * up if is_last(spec, linear) else 0.0
     again = share_again(spec, run) * (forward - last)
     return share.tokens * (forward + again + backward)
@@ -325,8 +327,8 @@ def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
     gradient = adapter_bytes(run) if run.lora else b.gradients
     total = reduced_bytes(run, b) if run.zero >= 2 and not run.lora else gradient
     first = gradient + total if total > gradient else 0
-    each = first + (run.accumulation - 1) * (gradient + 2.0 * total)
-    return each * states(spec, run, sharded=False).trained
+    per_parameter = first + (run.accumulation - 1) * (gradient + 2.0 * total)
+    return per_parameter * states(spec, run, sharded=False).trained
 
 
 class Casts(NamedTuple):
@@ -374,9 +376,9 @@ ANY_LAYOUT_CASTS = {"delayed": EngineCasts(-1, 3, 3, 3, -1, 3), "tensorwise": En
 def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
     """Return the bytes of Transformer Engine's casts in a micro-batch; what sequence parallelism gathers is fp8."""
     recipe = str(run.fp8_recipe)
-    each = (any_layout and ANY_LAYOUT_CASTS.get(recipe)) or ENGINE_CASTS[recipe]
+    casts = (any_layout and ANY_LAYOUT_CASTS.get(recipe)) or ENGINE_CASTS[recipe]
     if run.lora:  # frozen weights have no gradient, for which inputs and outputs' gradients take a second layout
-        each = each._replace(normed=each.normed_again, other=each.other_again, gradient=each.gradient - 1)
+        casts = casts._replace(normed=casts.normed_again, other=casts.other_again, gradient=casts.gradient - 1)
     layers, divided = converted(spec, run), run.tp if run.sequence_parallel else 1
     outputs = sum(one.outputs * one.count / (1 if one.name in ROW_PARALLEL else run.tp) for one in layers)
     activations = 0.0
@@ -385,11 +387,11 @@ def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> fl
         rows = sum(one.inputs * one.count for one in layers if one.name in ROW_PARALLEL and one.part == part) / run.tp
         shared = {one.inputs: one.count for one in layers if one.name not in ROW_PARALLEL and one.part == part}
         normed = sum(width * count for width, count in shared.items()) / divided
-        activations += normed * (each.normed + again * each.normed_again)
-        activations += rows * (each.other + again * each.other_again)
-    cast = 0 if run.gathers_float8 else each.weight  # those that are gathered in fp8 were cast as shards
+        activations += normed * (casts.normed + again * casts.normed_again)
+        activations += rows * (casts.other + again * casts.other_again)
+    cast = 0 if run.gathers_float8 else casts.weight  # those that are gathered in fp8 were cast as shards
     weights = cast * sum(linear.elements for linear in layers) / run.tp / run.accumulation
-    return run.tokens / run.cp * (activations + each.gradient * outputs) + weights
+    return run.tokens / run.cp * (activations + casts.gradient * outputs) + weights
 
 
 def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
@@ -398,7 +400,7 @@ def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float
     parallelism gathers, and gives what was gathered its other layout (float8/float8_tensor_parallel.py)."""
     if run.fp8 is None:
         return engine_casts(spec, run, any_layout) if run.fp8_recipe else 0.0
-    each, again = FP8_CASTS[run.fp8], whole_again(spec, run)
+    casts, again = FP8_CASTS[run.fp8], whole_again(spec, run)
     layers = converted(spec, run)
     rows = [linear for linear in layers if linear.name in ROW_PARALLEL]
     columns = [linear for linear in layers if linear.name not in ROW_PARALLEL]
@@ -409,12 +411,12 @@ def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float
     cut_outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
     parts = run.tp if run.fp8 == "tensorwise" and run.sequence_parallel else 1
     # Of what is gathered only the last byte, the other layout's, is written of all of it, after it is read.
-    whole = each.activation if parts == 1 else (each.activation - 1) / parts + 2
-    activations = whole * (inputs + outputs) + each.activation * (cut + cut_outputs)
-    activations += again * each.activation_again * (inputs / parts + cut)
+    whole = casts.activation if parts == 1 else (casts.activation - 1) / parts + 2
+    activations = whole * (inputs + outputs) + casts.activation * (cut + cut_outputs)
+    activations += again * casts.activation_again * (inputs / parts + cut)
     gathered = run.gathers_float8 and uses_fsdp(run)
     elements = 0.0 if gathered else sum(linear.elements for linear in layers) / run.tp
-    return run.tokens / run.cp * activations + (each.weight + again * each.weight_again) * elements
+    return run.tokens / run.cp * activations + (casts.weight + again * casts.weight_again) * elements
 
 
 def fused_block(share: Share) -> float:
@@ -439,7 +441,7 @@ def fused_block(share: Share) -> float:
     narrow = c if r != c else 0
     norms = [spec.hidden * (2 * (r + c) + mask) / divided for _ in linears]
     norms_back = [spec.hidden * (3 * r + n * c + narrow + mask) / divided for n in linears]
-    biases = 0.0 if run.lora else c * sum(each.outputs * each.count for each in spec.block_linears if each.bias)
+    biases = 0.0 if run.lora else c * sum(linear.outputs * linear.count for linear in spec.block_linears if linear.bias)
     joined = 2 * c * (spec.query_width + 2 * spec.key_width) if spec.fused_qkv else 0
     rotated = 0 if spec.learned_positions else 2 * c * (spec.query_width + spec.key_width) / run.tp
     width = spec.token_mlp_width * c / run.tp

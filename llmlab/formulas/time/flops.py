@@ -33,6 +33,7 @@ class Flops:
     forward: int = 0
     backward: int = 0
     recomputed: int = 0
+    scores_again: int = 0  # of `backward`: q·kᵀ, which fused attention computes a second time
     optimizer: int = 0  # Adafactor multiplies its factors out
     by_part: dict[str, int] = field(default_factory=dict)
 
@@ -51,8 +52,8 @@ class Flops:
 
     @property
     def model(self) -> int:
-        """What the model needs, without recomputation (MFU: PaLM, arXiv 2204.02311, appendix B)."""
-        return self.total - self.recomputed - self.optimizer
+        """What the model needs, computed once: 6N + 12LhS per token (MFU: PaLM, arXiv 2204.02311, appendix B)."""
+        return self.forward + self.backward - self.scores_again
 
 
 def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) -> Flops:
@@ -120,9 +121,10 @@ def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel:
     first = gradients_of_first_block(spec, run)
     q_, k_, v_ = (first.get(f"scores {name}", True) for name in "qkv") if first else (True, True, True)
     if kernel in ("flash", "efficient"):
-        backward += spec.layers * one * qk
+        sums.scores_again = (spec.layers - (not (q_ or k_ or v_))) * one * qk
+        backward += sums.scores_again
         if not (q_ or k_ or v_):
-            backward -= one * (3 * qk + 2 * v)
+            backward -= one * (2 * qk + 2 * v)
     else:  # each of the four products only where its result is needed
         backward -= one * ((not q_) * qk + (not k_) * qk + (not v_) * v + (not (q_ or k_)) * v)
     again = attentions_again(spec, run, kernel in ("flash", "efficient"))
@@ -145,7 +147,7 @@ def _factored(spec: ModelSpec, run: Training) -> int:
     if run.lora:
         return adapter_parameters(spec, run)
     by = spec.parameters_by_component
-    vectors = by["norms"] + sum(each.count * each.outputs for each in spec.linears if each.bias)
+    vectors = by["norms"] + sum(linear.count * linear.outputs for linear in spec.linears if linear.bias)
     return spec.parameters - vectors
 
 

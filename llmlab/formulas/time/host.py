@@ -7,7 +7,7 @@ Operators are counted, not fitted: the simulator's log has those of the stacks' 
 (hardware/efficiencies.toml): Python, the dispatcher and the launch, less in backward, which autograd's engine calls.
 
 DeepSpeed's ZeRO-3 runs Python of its own around every module (runtime/zero/parameter_offload.py): its hooks were timed
-beside operators, on a CPU, by benchmarks/deepspeed_hooks.py.
+beside operators, on a CPU, by benchmarks/time/deepspeed_hooks.py.
 
 A compiled step has a host too: its graph starts each kernel from Python, and guards, autograd and the optimizer take
 their time for each parameter.
@@ -76,7 +76,7 @@ GENERATING_ENDS = {"rmsnorm": Operators(36, 11, 0, 0), "layernorm": Operators(22
 GENERATING_NORM = Operators(8, 0, 0, 0)  # another RMSNorm, as of queries and of keys
 # The time of an operator of which autograd records nothing, relative to one in a forward pass of training, from which
 # `dispatch` was derived: 0.7, the median of 16 rounds
-# from 0.5 to 1.2 on a busy machine (benchmarks/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
+# from 0.5 to 1.2 on a busy machine (benchmarks/time/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
 UNRECORDED = 0.7
 # Casts: in mixed precision of weights, once; autocast's of inputs and weights too, again in what is computed again.
 MIXED = {"rmsnorm": 18, "fused-norm": 18, "layernorm": 24}
@@ -87,7 +87,7 @@ EAGER, EAGER_AGAIN = Operators(7, 9, 8, 10), Operators(7, 9, 0, 2)
 REPEATED, REPEATED_AGAIN = Operators(2, 6, 2, 4), Operators(2, 6, 0, 0)
 TORCHTITAN = Operators(24, 55, 39, 95)
 # As many as take as long as a layer of megatron-core, whose Python is most of it: 2.1 times a Llama's forward and 1.3
-# times its backward (benchmarks/megatron_host.py, megatron-core 0.16.1, its own layers).
+# times its backward (benchmarks/time/megatron_host.py, megatron-core 0.16.1, its own layers).
 MEGATRON = Operators(118, 84, 92, 92)
 # As many as take as long as what else a micro-batch has there: its tensors sent to tensor ranks, embedding, last norm,
 # head, loss and schedule, 93 to 130 of a Llama's forward and 64 to 100 of its backward (as above, whole steps).
@@ -105,8 +105,8 @@ MEGATRON_AGAIN = {"full": Operators(118, 84, 0, 0), "selective": AGAIN["selectiv
 OWN = {"torchtitan": (TORCHTITAN, TORCHTITAN_AGAIN), "megatron": (MEGATRON, MEGATRON_AGAIN)}
 ENDS = {"megatron": MEGATRON_ENDS}
 UPDATES = {"deepspeed": deepspeed.update, "megatron": megatron.update}
-# benchmarks/deepspeed_hooks.py, DeepSpeed 0.19.8; 0.12.4, of 2023, gave the same within 30 %. On one process: gathering
-# from others is a collective's time. `HERE`: seconds of an operator on that CPU.
+# benchmarks/time/deepspeed_hooks.py, DeepSpeed 0.19.8; 0.12.4, of 2023, gave the same within 30 %. On one process:
+# gathering from others is a collective's time. `HERE`: seconds of an operator on that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
 HERE = 4.1e-6
 # Seconds in which a compiled graph starts a kernel: Inductor's launcher, with 19 arguments, on a GB200's host; 6.8 us
@@ -118,8 +118,9 @@ COMPILED = 9.1e-6
 WRITTEN = {"rmsnorm": (5, 9), "layernorm": (3, 8)}
 WRITTEN_CASTS = {"rmsnorm": (7, 7), "layernorm": (8, 4)}
 # As many operators take as long as a compiled graph does for each parameter, before it starts (guards, the autograd
-# function) and for its gradient; and as torch's AdamW does in an update, fused or on lists (benchmarks/block_host.py,
-# torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us per parameter (pytorch/pytorch, issue 191753).
+# function) and for its gradient; and as torch's AdamW does in an update, fused or on lists
+# (benchmarks/time/block_host.py, torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us per parameter
+# (pytorch/pytorch, issue 191753).
 GUARDED, RETURNED, UPDATED = 0.4, 0.8, 0.9
 # A block of frozen weights makes no gradient of them, autocast casts none, and what is computed again has fewer views.
 FROZEN = {"rmsnorm": Operators(0, 0, -11, -32), "fused-norm": Operators(0, 0, -7, -30),
@@ -146,15 +147,16 @@ GPTQ, GPTQ_BIAS, GPTQ_AUTOCAST = Operators(9, 9, 0, 0), Operators(1, 0, 0, 0), O
 ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
-# and DTensor under tensor parallelism (benchmarks/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
+# and DTensor under tensor parallelism (benchmarks/time/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
 FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
 # And nanotron's column- and row-parallel layers, autograd functions in Python that call torch.distributed. With one
 # sequence of 4,096 tokens on healthy nodes, layers of 1B and 3B models at TP 4 and 8, and of 8B at TP 8, took alike: in
-# 31 jobs at least 4.35 to 4.56 ms, at the median 4.5 to 4.9 (benchmarks/ultrascale.csv). A block's operators take 3.0.
+# 31 jobs at least 4.35 to 4.56 ms, at the median 4.5 to 4.9 (benchmarks/time/ultrascale.csv). A block's operators take
+# 3.0.
 TENSOR_PARALLEL = {"nanotron": 1.5e-3}
 # And torch.utils.checkpoint in one that is computed again: the states of generators and of autocast, and hooks for each
-# tensor. 0.7 to 1.0 ms on that CPU (benchmarks/block_host.py, 2026-11-26); on an H200's host blocks took 1.0 to 1.5 ms
-# longer than their operators (llmlab/archive/h200). Between them:
+# tensor. 0.7 to 1.0 ms on that CPU (benchmarks/time/block_host.py, 2026-11-26); on an H200's host blocks took 1.0 to
+# 1.5 ms longer than their operators (llmlab/archive/h200). Between them:
 CHECKPOINT = 1.1e-3
 
 
@@ -180,48 +182,48 @@ def _operators(
     if stack in OWN:
         once, again = OWN[stack]
         return once.plus(again[checkpointing].times(share)) if checkpointing else once
-    found = [TRANSFORMERS[norm], *[NORM] * norms, *[EAGER, REPEATED][:written]]
+    counts = [TRANSFORMERS[norm], *[NORM] * norms, *[EAGER, REPEATED][:written]]
     if frozen:
-        found += [FROZEN[norm], *[FROZEN_CASTS] * (precision == "autocast")]
-        found += [FROZEN_AGAIN[norm]] * bool(checkpointing)
+        counts += [FROZEN[norm], *[FROZEN_CASTS] * (precision == "autocast")]
+        counts += [FROZEN_AGAIN[norm]] * bool(checkpointing)
     elif precision == "mixed":
-        found.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
+        counts.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
     casts, casts_back = AUTOCAST[norm] if precision == "autocast" else (0, 0)
-    found.append(Operators(casts, 0, casts_back, 0))
+    counts.append(Operators(casts, 0, casts_back, 0))
     if (stack, zero) in STAGES:
-        found.append(STAGES[stack, zero])
+        counts.append(STAGES[stack, zero])
     if checkpointing:
-        found += [AGAIN[checkpointing][norm], *[NORM_AGAIN] * norms, *[EAGER_AGAIN, REPEATED_AGAIN][:written]]
-        found.append(Operators(casts, 0, 0, 0))
-    return reduce(Operators.plus, found)
+        counts += [AGAIN[checkpointing][norm], *[NORM_AGAIN] * norms, *[EAGER_AGAIN, REPEATED_AGAIN][:written]]
+        counts.append(Operators(casts, 0, 0, 0))
+    return reduce(Operators.plus, counts)
 
 
 @lru_cache(maxsize=256)
 def started(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of all blocks in a micro-batch, adapters' with them; and of Megatron-LM's other ones."""
-    found = operators(spec, run).times(spec.layers)
+    total = operators(spec, run).times(spec.layers)
     if ends := ENDS.get(stack_of(run).name):
-        found = found.plus(ends)
+        total = total.plus(ends)
     if run.quantization == "gptq":
-        found = found.plus(_gptq(spec, run))
+        total = total.plus(_gptq(spec, run))
     elif run.quantization:
-        each = UNPACKED if run.checkpointing is None else UNPACKED.plus(UNPACKED_AGAIN)
-        found = found.plus(each.times(sum(linear.count for linear in spec.block_linears)))
+        per_linear = UNPACKED if run.checkpointing is None else UNPACKED.plus(UNPACKED_AGAIN)
+        total = total.plus(per_linear.times(sum(linear.count for linear in spec.block_linears)))
     if adapters := sum(linear.count for linear in adapted(spec, run)):
-        each = adapter(run)
+        per_linear = adapter(run)
         if run.lora and run.lora.dropout:
-            each = each.plus(ADAPTER_DROPOUT)
-            each = each if run.checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
-        found = found.plus(each.times(adapters))
-    return found
+            per_linear = per_linear.plus(ADAPTER_DROPOUT)
+            per_linear = per_linear if run.checkpointing is None else per_linear.plus(ADAPTER_DROPOUT_AGAIN)
+        total = total.plus(per_linear.times(adapters))
+    return total
 
 
 def _gptq(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators that GPTQ's layers have more than others."""
-    each = GPTQ.plus(GPTQ_AUTOCAST) if run.precision.startswith("autocast") else GPTQ
+    per_linear = GPTQ.plus(GPTQ_AUTOCAST) if run.precision.startswith("autocast") else GPTQ
     biased = sum(linear.count for linear in spec.block_linears if linear.bias)
-    found = each.times(sum(linear.count for linear in spec.block_linears)).plus(GPTQ_BIAS.times(biased))
-    return found.plus(found._replace(kernels_back=0)) if run.checkpointing else found
+    total = per_linear.times(sum(linear.count for linear in spec.block_linears)).plus(GPTQ_BIAS.times(biased))
+    return total.plus(total._replace(kernels_back=0)) if run.checkpointing else total
 
 
 def adapter(run: Training) -> Operators:
@@ -245,8 +247,8 @@ def small_kernels(spec: ModelSpec, run: Training) -> float:
         return 0.0
     if run.compile:
         return run.accumulation / run.pp * spec.layers * written(spec, run) + summed(spec, run)
-    each = started(spec, run)
-    small = max(0.0, each.kernels + each.kernels_back - _multiplied(spec, run))
+    operators_ = started(spec, run)
+    small = max(0.0, operators_.kernels + operators_.kernels_back - _multiplied(spec, run))
     return run.accumulation / run.pp * small + summed(spec, run)
 
 
@@ -348,9 +350,9 @@ def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     if run.zero != 3 or not stack_of(run).own_zero:
         return 0.0
     again = 2 if run.checkpointing else 1
-    each = (number * (again * forward + backward)
+    hooks = (number * (again * forward + backward)
             for number, forward, backward in zip(hook_modules(spec), FORWARD, BACKWARD, strict=True))  # fmt: skip
-    return run.accumulation * spec.layers * sum(each) * HERE * hook_spread(host)
+    return run.accumulation * spec.layers * sum(hooks) * HERE * hook_spread(host)
 
 
 def python_seconds(spec: ModelSpec, run: Training) -> float:

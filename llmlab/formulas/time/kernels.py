@@ -117,7 +117,7 @@ class Kernels:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         if not self.table and self.reached and self.card.peak("fp8"):
             products += ", in fp8 as much more as its peak is"
-        if node_link(self.card).kind == "pcie":
+        if self.card.pcie and node_link(self.card).kind == "pcie":
             links = "inside a node as published ones (pcie_nodes.toml), else links.toml"
         reached = "fitted to records" if self.rates else f"{self.bandwidth / self.card.bandwidth:.0%} of the data sheet"
         moved = f"bytes at {self.bandwidth / 1e9:,.0f} GB/s, {reached}"
@@ -207,7 +207,7 @@ class Kernels:
         """The longest sequence whose attention was measured, in tokens; None where none was."""
         return self.table.attentions["bf16"].grid.axes[1][-1] if self.table else None
 
-    def beyond(self, m: int, n: int, k: int, dtype: str) -> bool:
+    def extrapolates(self, m: int, n: int, k: int, dtype: str) -> bool:
         """Return whether a product's time is extrapolated: its dtype was measured, but not at such sizes."""
         return self.timed(m, n, k, dtype)[1]
 
@@ -217,14 +217,14 @@ class Kernels:
         return self.timed(m, n, k, dtype)[0]
 
     def timed(self, m: int, n: int, k: int, dtype: str) -> tuple[float | None, bool]:
-        """Return what `product` and `beyond` do, worked out once."""
+        """Return what `product` and `extrapolates` do, worked out once."""
         key = m, n, k, dtype
         try:
             return self._products[key]
         except KeyError:
-            found = _matmul(self.base.name, m, n, k, MEASURED_AS.get(dtype, dtype)) if self.table else None
-            beyond = found is not None and not found.inside
-            return self._products.setdefault(key, (self._product(m, n, k, dtype, found), beyond))
+            time = _matmul(self.base.name, m, n, k, MEASURED_AS.get(dtype, dtype)) if self.table else None
+            extrapolated = time is not None and not time.inside
+            return self._products.setdefault(key, (self._product(m, n, k, dtype, time), extrapolated))
 
     def summed(self, sizes: tuple[tuple[tuple[int, int, int, str], int], ...]) -> tuple[float | None, float]:
         """Return the seconds of products (m, n, k, dtype), each so many times, and those that are extrapolated; None
@@ -239,7 +239,7 @@ class Kernels:
                 beyond += times * one
         return total, beyond
 
-    def _product(self, m: int, n: int, k: int, dtype: str, found: KernelTime | None) -> float | None:
+    def _product(self, m: int, n: int, k: int, dtype: str, time: KernelTime | None) -> float | None:
         flop = 2.0 * m * n * k
         if dtype == "mxfp8":
             seconds = self.product(m, n, k, "fp8")
@@ -252,8 +252,8 @@ class Kernels:
         most, rate, width = limits
         least = flop / most if most else 0.0
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
-        if found:
-            seconds = found.seconds
+        if time:
+            seconds = time.seconds
             if dtype == "fp8":  # casts are counted with what else moves bytes (elementwise.FP8_CASTS)
                 theirs = self.base.peak(dtype)
                 assert theirs
@@ -266,15 +266,15 @@ class Kernels:
         large one that was not measured, and the bytes of an element; None where the card has no units for it."""
         if dtype in self._known_limits:
             return self._known_limits[dtype]
-        found = None
+        limits = None
         if (peak := self.card.peak(dtype)) is not None:
             lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
             most, rate = peak * lasting if lasting < 1 else None, self.shares["products"] * peak
             if self.reached and dtype != "fp32":  # fp8 of the same share as halves
                 rate = self.reached * peak / (self.card.peak("bf16") or peak)
                 most = min(most, rate) if most else rate
-            found = most, rate, {"fp32": 4, "fp8": 1}.get(dtype, 2)
-        return self._known_limits.setdefault(dtype, found)
+            limits = most, rate, {"fp32": 4, "fp8": 1}.get(dtype, 2)
+        return self._known_limits.setdefault(dtype, limits)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
         """Return the time on this card of a kernel that took `seconds` on the card that the table is of."""
@@ -299,11 +299,11 @@ class Kernels:
         if self._fitted("attention") and self.rates and dtype in self.rates.attention:
             return flop / self.rates.attention[dtype]
         slower = self.slower(kernel, length, head_size)
-        found = self.table and dtype != "fp32" and self.table.attention(1, heads, length, head_size)
-        if found and self.table:
+        time = self.table and dtype != "fp32" and self.table.attention(1, heads, length, head_size)
+        if time and self.table:
             moved = 8.0 * heads * length * head_size
-            lasting = self.lasting(flop / slower / found.seconds)
-            return slower * self._scaled(found.seconds, flop, moved, "bf16") / lasting
+            lasting = self.lasting(flop / slower / time.seconds)
+            return slower * self._scaled(time.seconds, flop, moved, "bf16") / lasting
         if self.flash and dtype != "fp32":
             return LAUNCH + slower * flop / (1e12 * self._flash(kernel, head_size)["forward"])
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
@@ -319,9 +319,9 @@ class Kernels:
         # Measured was with the switches' help, where there are some.
         alike = operation != "all-reduce" or bool(group.inside.switched) == self._adding
         if self.table and joined and alike:
-            found = _collective(self.base.name, operation, int(size) or 1, group.ranks)
-            if found:
-                return found.seconds
+            time = _collective(self.base.name, operation, int(size) or 1, group.ranks)
+            if time:
+                return time.seconds
         return _linked(operation, size, group)
 
     @cached_property
@@ -347,7 +347,7 @@ def _flash_over_measured(gpu: str, length: int, head_size: int) -> float:
     rates = timed.get("{}.{}".format(*(find_gpu(gpu).compute_capability or (0, 0))))
     if table is None or rates is None:
         return 1.0
-    size = min(rates, key=lambda each: abs(int(each) - head_size))
+    size = min(rates, key=lambda width: abs(int(width) - head_size))
     lengths = timed["lengths"]
     at = min(max(length, lengths[0]), lengths[-1])
     i = min(bisect_right(lengths, at), len(lengths) - 1)
@@ -380,7 +380,7 @@ _linked = lru_cache(maxsize=1 << 12)(communication.seconds)
 def _burst(gpu: str) -> float:
     """Return the FLOP/s of the fastest square product, at the clocks of a burst."""
     bursts = [_matmul(gpu, m, m, m, "bf16") for m in BURSTS]
-    return max(2.0 * m**3 / found.seconds for m, found in zip(BURSTS, bursts, strict=True) if found)
+    return max(2.0 * m**3 / time.seconds for m, time in zip(BURSTS, bursts, strict=True) if time)
 
 
 @cache
@@ -388,7 +388,7 @@ def _cast_seconds(gpu: str) -> float:
     """Return the seconds per element that the measured products in fp8 take to cast their first matrix, as serving does
     in each step: what (m, k) · (k, n) takes longer than (n, k) · (k, m), which in bf16 takes as long."""
     times = {sizes: _matmul(gpu, *sizes, "fp8") for m, n, k in CASTING for sizes in ((m, n, k), (n, m, k))}
-    known = {sizes: found.seconds for sizes, found in times.items() if found}
+    known = {sizes: time.seconds for sizes, time in times.items() if time}
     return median((known[m, n, k] - known[n, m, k]) / ((m - n) * k) for m, n, k in CASTING)
 
 
@@ -397,9 +397,9 @@ def _reached(card: GPU) -> float | None:
     MI355X of 1000 W, the share of its peak that was measured on that."""
     table, sources = read_table("products.toml"), ("zzc0721", "ROCm", "stas00", "chsasank", "mli")
     like = find_gpu(SLOWER.get(card.name, card.name))
-    found = next((table[by][like.name] for by in sources if like.name in table[by]), None)
+    rate = next((table[by][like.name] for by in sources if like.name in table[by]), None)
     mine, theirs = find_gpu(card.name).peak("bf16"), like.peak("bf16")
-    return 1e12 * found * clocks(card) * (mine / theirs if mine and theirs else 1.0) if found else None
+    return 1e12 * rate * clocks(card) * (mine / theirs if mine and theirs else 1.0) if rate else None
 
 
 @cache
@@ -408,8 +408,8 @@ def copy_share(card: GPU) -> float | None:
     median of cards of its compute capability, whose memory is of one kind; None where there is none."""
     rates = read_table("products.toml")["copies"]
     shares = {find_gpu(name): 1e9 * rate / find_gpu(name).bandwidth for name, rate in rates.items()}
-    own = [share for each, share in shares.items() if each.name == card.name]
-    alike = [share for each, share in shares.items() if each.compute_capability == card.compute_capability]
+    own = [share for gpu, share in shares.items() if gpu.name == card.name]
+    alike = [share for gpu, share in shares.items() if gpu.compute_capability == card.compute_capability]
     return median(own or alike) if alike else None
 
 
@@ -428,7 +428,7 @@ def _scale(card: GPU, base: GPU, reached: float | None) -> float:
     large = _matmul(base.name, *LARGE, "bf16")
     if reached and large:
         return 2 * prod(LARGE) / large.seconds / reached
-    theirs, mine = base.peak("bf16"), card.peak("bf16")
+    theirs, mine = (each.peak("bf16") or each.peak("fp16") or each.peak("fp32") for each in (base, card))
     return theirs / mine if theirs and mine else 1.0
 
 
@@ -441,32 +441,32 @@ def training_rates() -> dict[str, Any]:
 @cache
 def kernels(card: GPU | str) -> Kernels:
     """Return how long kernels take on a card of the table."""
-    found, shared = find_gpu(card), training_rates()
-    rates, base = efficiency(found), _base(found)
+    data_sheet, shared = find_gpu(card), training_rates()
+    rates, base = efficiency(data_sheet), _base(data_sheet)
     table = kernel_table(base.name) if base else None
     kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
-    if base and base is not found:
+    if base and base is not data_sheet:
         kind = "transferred"
-    copied, share = copy_share(found), shared["share"]
+    copied, share = copy_share(data_sheet), shared["share"]
     moved = share["bandwidth"] if copied is None else share["copied"] * copied
-    host, reached = efficiency(HOST), None if base and base.name == found.name else _reached(found)
+    host, reached = efficiency(HOST), None if base and base.name == data_sheet.name else _reached(data_sheet)
     assert host
-    sustained = _sustained(found, base)
+    sustained = _sustained(data_sheet, base)
     return Kernels(
-        card=found,
+        card=data_sheet,
         kind=kind,
         table=table,
-        base=base or found,
+        base=base or data_sheet,
         rates=rates,
         host=rates if rates and rates.dispatch else host,
-        bandwidth=rates.bandwidth if rates else moved * found.bandwidth,
+        bandwidth=rates.bandwidth if rates else moved * data_sheet.bandwidth,
         shares=share,
         sustained=sustained,
-        sustained_fp8=min(1.0, sustained * shared["fp8"].get(str(int(_capability(found))), 1.0)),
-        spread=shared["spread"][_nearness(found, base, kind)],
+        sustained_fp8=min(1.0, sustained * shared["fp8"].get(str(int(_capability(data_sheet))), 1.0)),
+        spread=shared["spread"][_nearness(data_sheet, base, kind)],
         reached=reached,
-        flash=_flash(found),
-        scale=_scale(found, base, reached) if base and base is not found else 1.0,
+        flash=_flash(data_sheet),
+        scale=_scale(data_sheet, base, reached) if base and base is not data_sheet else 1.0,
     )
 
 
@@ -497,8 +497,8 @@ def _base(card: GPU) -> GPU | None:
         return None
 
     def distance(other: GPU) -> tuple[bool, bool, float, float]:
-        apart = abs(_capability(other) - _capability(card))
-        return apart > 0, other.architecture != card.architecture, apart, abs(other.bandwidth - card.bandwidth)
+        distance = abs(_capability(other) - _capability(card))
+        return distance > 0, other.architecture != card.architecture, distance, abs(other.bandwidth - card.bandwidth)
 
     return min(map(find_gpu, training_rates()["measured"]), key=distance)
 

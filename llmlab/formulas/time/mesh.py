@@ -64,14 +64,14 @@ def search(
     """
     spec, gpu = find_model(model), find_gpu(card)
     nodes = cluster or cluster_of(gpu)
-    found = []
+    choices = []
     for run in _runs(spec, gpu, devices, batch, settings):
         peak = peak_of(spec, run, gpu)
         fits = verdict(peak, gpu, devices, off=plainness(spec)).outcome == "fits"
-        found.append(Choice(run, step(spec, run, gpu, nodes, overlap=overlap), peak, fits))
-    if not found:
+        choices.append(Choice(run, step(spec, run, gpu, nodes, overlap=overlap), peak, fits))
+    if not choices:
         raise SpecError(f"no mesh of {devices} devices trains batch={batch} sequences of {spec.name}; try a multiple")
-    return sorted(found, key=lambda choice: (not choice.fits, choice.seconds))
+    return sorted(choices, key=lambda choice: (not choice.fits, choice.seconds))
 
 
 def _runs(spec: ModelSpec, gpu: GPU, devices: int, batch: int, settings: dict[str, Any]) -> Iterator[Training]:
@@ -81,12 +81,12 @@ def _runs(spec: ModelSpec, gpu: GPU, devices: int, batch: int, settings: dict[st
             dp = devices // cp // tp // pp
             if batch % dp or any(size % tp for size in (spec.kv_heads, spec.intermediate, spec.vocab)):
                 continue
-            each = batch // dp
-            for micro_batch in (2**n for n in range(each.bit_length()) if each % 2**n == 0):
+            per_rank = batch // dp
+            for micro_batch in (2**n for n in range(per_rank.bit_length()) if per_rank % 2**n == 0):
                 for zero in (0,) if dp == 1 else (1,) if pp > 1 else (1, 3):
                     for checkpointing in (None, "full"):
                         degrees = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, "sequence_parallel": tp > 1}
-                        degrees |= {"micro_batch": micro_batch, "accumulation": each // micro_batch}
+                        degrees |= {"micro_batch": micro_batch, "accumulation": per_rank // micro_batch}
                         try:
                             run = Training(**{**settings, **degrees, "checkpointing": checkpointing})
                             check(spec, run, gpu)

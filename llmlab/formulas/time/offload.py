@@ -69,13 +69,13 @@ def crossing(spec: ModelSpec, run: Training) -> Crossing:
     Offloaded parameters come up as the host keeps them, quantized ones packed: its own shard, which ranks then gather
     from one another (data_parallel.py).
     """
-    b, held = PRECISION[run.precision], states(spec, run)
-    stepped = held.trained
+    b, sizes = PRECISION[run.precision], states(spec, run)
+    stepped = sizes.trained
     gradient, weight = (4, 4) if run.lora else (b.gradients, b.weights)
     state = state_bytes(run.optimizer, 4, stepped, 0) + 4 * stepped
     received = weight * stepped
     if run.offload == "optimizer+parameters":
-        received = 2 * run.accumulation * held.shard
+        received = 2 * run.accumulation * sizes.shard
     return Crossing(
         down=run.accumulation * gradient * stepped,
         up=received,
@@ -149,7 +149,7 @@ def waiting(spec: ModelSpec, run: Training, card: GPU, computed: float) -> Waiti
     link to its host is not in the table."""
     host, used = usual_host(card), min(run.world_size, card.node_gpus)
     gpus = max(host.gpus, used)
-    own, others = host.bandwidth / gpus, [each.share for each in hosts().values()]
+    own, others = host.bandwidth / gpus, [host_.share for host_ in hosts().values()]
 
     def seconds(share: float) -> float:
         return offloaded_step(spec, run, card, computed, replace(host, bandwidth=share * gpus), gpus).waiting

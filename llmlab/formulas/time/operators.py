@@ -49,8 +49,8 @@ def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None =
     elif kernel.name == EIGHT_BIT_UPDATE:
         seconds = max(seconds, kernel.shape[0] * EIGHT_BIT / rates.sms)
     elif kernel.kind in ("matmul", "attention", "attention backward") and measured:
-        found = _measured(kernel, measured)
-        return None if found is None else max(found, kernel.launches * rates.launch + seconds)
+        measured_seconds = _measured(kernel, measured)
+        return None if measured_seconds is None else max(measured_seconds, kernel.launches * rates.launch + seconds)
     elif kernel.kind in ("matmul", "attention", "attention backward"):
         rate = _rate(kernel, rates)
         if rate is None:
@@ -78,7 +78,7 @@ def _measured(kernel: Kernel, measured: Kernels) -> float | None:
 
 def fused_attention(kernel: Kernel) -> str:
     """Return which of SDPA's kernels an operator of attention is, as the formulas name them."""
-    return next((each for each in ("efficient", "cudnn") if each in kernel.name), "flash")
+    return next((name for name in ("efficient", "cudnn") if name in kernel.name), "flash")
 
 
 def _rate(kernel: Kernel, rates: Efficiency) -> float | None:
@@ -136,9 +136,9 @@ def logits_of(spec: ModelSpec, run: Training) -> int:
     return run.sequences * run.num_labels if run.num_labels else run.tokens // run.cp * spec.vocab // run.tp
 
 
-def grids(found: Kernels) -> Kernels | None:
+def grids(gpu_kernels: Kernels) -> Kernels | None:
     """Return the kernels that products and attention take, unless this card's rates were fitted to whole steps."""
-    return None if found.kind == "fitted" else found
+    return None if gpu_kernels.kind == "fitted" else gpu_kernels
 
 
 class Durations(NamedTuple):
@@ -176,10 +176,10 @@ class Durations(NamedTuple):
         return self._replace(**more)
 
 
-def durations(operators: Sequence[Kernel], logits: int, found: Kernels) -> Durations | None:
+def durations(operators: Sequence[Kernel], logits: int, gpu_kernels: Kernels) -> Durations | None:
     """Return the seconds of a step's operators in their order; None where a rate is not known. What works on as many
     elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
-    rates, measured = found.operators, grids(found)
+    rates, measured = gpu_kernels.operators, grids(gpu_kernels)
     before = [kernel for kernel in operators if kernel.phase != "optimizer"]
     whole, passed = timing(operators, rates, measured), timing(before, rates, measured)
     if whole is None or passed is None:

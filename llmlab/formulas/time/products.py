@@ -52,19 +52,19 @@ def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
     """Return every product with weights: linear layers, adapters, router and experts."""
     first = gradients_of_first_block(spec, run)
     linears = spec.block_linears if run.num_labels else spec.linears  # a classifier's head reads one token
-    found = [each for linear in linears for each in _linear(spec, run, linear, first)]
-    found += _experts(spec, run)
+    matmuls = [matmul for linear in linears for matmul in _linear(spec, run, linear, first)]
+    matmuls += _experts(spec, run)
     if run.method == "sft":
-        return tuple(found)
-    if run.objective.loss == "chunked":  # backward makes the logits again
-        found = [each._replace(again=each.forward) if each.part == "head" else each for each in found]
+        return tuple(matmuls)
+    if run.objective.loss == "chunked":  # the backward pass computes the logits again
+        matmuls = [each._replace(again=each.forward) if each.part == "head" else each for each in matmuls]
     for other in others(spec, run):
         plain = replace(run.update, lora=None, checkpointing=None)
-        found += [each._replace(forward=other.passes * each.forward, input_gradient=0, weight_gradient=0)
-                  for each in products(other.spec, plain) if other.scores or each.part != "head"]  # fmt: skip
+        matmuls += [each._replace(forward=other.passes * each.forward, input_gradient=0, weight_gradient=0)
+                    for each in products(other.spec, plain) if other.scores or each.part != "head"]  # fmt: skip
     if run.objective.critic:
-        found += [each for each in products(spec, value_run(run)) if each.part != "head"]
-    return tuple(found)
+        matmuls += [each for each in products(spec, value_run(run)) if each.part != "head"]
+    return tuple(matmuls)
 
 
 def _linear(spec: ModelSpec, run: Training, linear: Linear, first: dict[str, bool]) -> Iterator[Product]:
@@ -100,10 +100,10 @@ def gradients_of_first_block(spec: ModelSpec, run: Training) -> dict[str, bool]:
     before the first adapter nothing needs one. Empty where all do. "scores" says which of q, k and v have one."""
     if run.lora is None or run.checkpointing is not None:
         return {}
-    targets, found = run.lora.targets, {}
+    targets, has_gradient = run.lora.targets, {}
     through = {"attention": False, "mlp": False}  # whether a gradient reaches what the part has made so far
     residual = False
-    order = [each for each in spec.linears if each.part in through]
+    order = [linear for linear in spec.linears if linear.part in through]
     later = {"q_b_proj": "q_a_proj", "kv_b_proj": "kv_a_proj_with_mqa"}
     has: dict[str, bool] = {}
     for linear in order:
@@ -112,16 +112,16 @@ def gradients_of_first_block(spec: ModelSpec, run: Training) -> dict[str, bool]:
             before = residual or through[linear.part]
         elif linear.name in later:
             before = has[later[linear.name]]
-        found[f"{linear.part} {linear.name}"] = before
+        has_gradient[f"{linear.part} {linear.name}"] = before
         has[linear.name] = before or linear.name in targets
         through[linear.part] |= has[linear.name]
         if linear.name in ROW_PARALLEL:
             residual |= has[linear.name]
     q = has.get("q_proj", has.get("q_b_proj", has.get("c_attn" if spec.family == "gpt2" else "qkv_proj", False)))
-    found["scores q"] = q
-    found["scores k"] = has.get("k_proj", has.get("kv_b_proj", q))
-    found["scores v"] = has.get("v_proj", has.get("kv_b_proj", q))
-    return found
+    has_gradient["scores q"] = q
+    has_gradient["scores k"] = has.get("k_proj", has.get("kv_b_proj", q))
+    has_gradient["scores v"] = has.get("v_proj", has.get("kv_b_proj", q))
+    return has_gradient
 
 
 def multiplied_wide(run: Training) -> bool:

@@ -59,8 +59,8 @@ EIGHT_BIT_UPDATE = "bitsandbytes::optimizer_update_8bit_blockwise"  # the operat
 # has no kernels of its own for such rows: an A100's run there, faster by multiprocessors and clocks, 1.5 times, where
 # its own multiply 2.6 times as fast: 5 times as long. A small product of rows of 588 took 3.5 times as long as of 592
 # (m87-labs/kestrel, pull request 143), steps of nanotron with a head of 50,257 words a little longer than 5 says
-# (benchmarks/throughputs.toml, nanotron-old-bench). On an RTX 4090 it is 1.4 times (pytorch/pytorch, issue 181718),
-# with CUDA 13 it can be 1.2 (ml-explore/mlx, issue 2712). A compiler pads from torch 2.1 on
+# (benchmarks/time/throughputs.toml, nanotron-old-bench). On an RTX 4090 it is 1.4 times (pytorch/pytorch, issue
+# 181718), with CUDA 13 it can be 1.2 (ml-explore/mlx, issue 2712). A compiler pads from torch 2.1 on
 # (torch._inductor.config.shape_padding), Megatron-LM its vocabulary. By chip; on others it may be as on the first.
 ALIGNED, UNALIGNED = 8, {(8, 0): 3.0, (9, 0): 5.0}
 Sized = tuple[tuple[int, int, int, str], int]  # (m, n, k) of a product and its dtype, and how often
@@ -91,12 +91,12 @@ class Passes(NamedTuple):
 class Outside(NamedTuple):
     """Seconds of products that are larger, or smaller, than those that were measured, and of those in half precision
     whose rows are not whole 16 bytes. These count `UNALIGNED` times on the chips where that was measured, and may take
-    less by `sooner`; on others they may take more by `later`."""
+    less by `maybe_less_s`; on others they may take more by `maybe_more_s`."""
 
-    beyond: float
-    unaligned: float
-    sooner: float
-    later: float
+    extrapolated_s: float
+    misaligned_s: float
+    maybe_less_s: float
+    maybe_more_s: float
 
 
 class Backward(NamedTuple):
@@ -123,8 +123,8 @@ def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
         return None
     if isinstance(run, Inference):
         rates = efficiency(card)
-        found = token_seconds(spec, run, rates) if rates else None
-        return None if found is None else found[0] + (run.new_tokens - 1) * found[1]
+        seconds = token_seconds(spec, run, rates) if rates else None
+        return None if seconds is None else seconds[0] + (run.new_tokens - 1) * seconds[1]
     computed = passes(spec, run, card)
     try:
         return None if computed is None else computed.seconds + update_after(spec, run, kernels(card), computed)
@@ -134,42 +134,42 @@ def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
 
 def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     """Return the seconds of a step's passes by what takes them; None for a dtype that the card has no units for."""
-    found = kernels(card)
-    multiplied = product_seconds(spec, run, found)
-    attention = attention_seconds(spec, run, found)
+    gpu_kernels = kernels(card)
+    multiplied = product_seconds(spec, run, gpu_kernels)
+    attention = attention_seconds(spec, run, gpu_kernels)
     if multiplied is None or attention is None:
         return None
-    sent, rates = moved(spec, run, card), found.operators
+    sent, rates = moved(spec, run, card), gpu_kernels.operators
     slower = sent.strided * (1 / rates.strided - 1 / rates.bandwidth)
-    blocks = sent.blocks / found.bandwidth + slower + small_kernels(spec, run) * rates.launch
-    host = host_seconds(spec, run, found.host)
+    blocks = sent.blocks / gpu_kernels.bandwidth + slower + small_kernels(spec, run) * rates.launch
+    host = host_seconds(spec, run, gpu_kernels.host)
     for other in others(spec, run):  # without gradients, as a recomputation
         again, once = (replace(run.update, lora=None, checkpointing=kind) for kind in ("full", None))
-        both = [moved(other.spec, each, card).blocks / found.bandwidth for each in (again, once)]
+        both = [moved(other.spec, each, card).blocks / gpu_kernels.bandwidth for each in (again, once)]
         blocks += other.passes * (both[0] - both[1])
-        both = [started(other.spec, each).seconds(found.host) for each in (again, once)]
+        both = [started(other.spec, each).seconds(gpu_kernels.host) for each in (again, once)]
         host += other.passes * (both[0] - both[1])
     if run.reference_model == "offloaded":  # there and back
         blocks += 2 * offloaded(spec, run) / to_host(card)
     if run.objective.critic:
         value = value_run(run)
-        blocks += moved(spec, value, card).blocks / found.bandwidth
-        host += host_seconds(spec, value, found.host)
-    made = Passes(multiplied, attention, blocks, sent.loss / found.bandwidth, host)
+        blocks += moved(spec, value, card).blocks / gpu_kernels.bandwidth
+        host += host_seconds(spec, value, gpu_kernels.host)
+    made = Passes(multiplied, attention, blocks, sent.loss / gpu_kernels.bandwidth, host)
     return made._replace(host=made.host + host_waits(run, made))
 
 
 def update_after(
-    spec: ModelSpec, run: Training, found: Kernels, computed: Passes, update: float | None = None
+    spec: ModelSpec, run: Training, gpu_kernels: Kernels, computed: Passes, update: float | None = None
 ) -> float:
     """Return the seconds that one device's step goes on after its passes, for an update of so many (None: as
     `update_seconds` has it): the host, which starts it when it has started them, may be the slower one; and makes it
     itself where states are offloaded (`offload.waiting`)."""
     if run.offload:
-        return waiting(spec, run, found.card, computed.seconds).seconds
-    update = update_seconds(spec, run, found) if update is None else update
+        return waiting(spec, run, gpu_kernels.card, computed.seconds).seconds
+    update = update_seconds(spec, run, gpu_kernels) if update is None else update
     ahead = 0.0 if stack_of(run).checks_gradients else computed.seconds - computed.host
-    return max(update, update_host_seconds(spec, run, found.host) - ahead)
+    return max(update, update_host_seconds(spec, run, gpu_kernels.host) - ahead)
 
 
 def host_waits(run: Training, computed: Passes) -> float:
@@ -190,11 +190,11 @@ def loss_waits(run: Training, head: float, loss: float) -> float:
     return head / (2 if run.lora else 3) + forward / (forward + backward) * loss  # a frozen head has no gradient
 
 
-def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
+def update_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
     """Return the seconds of the optimizer's update on one device: it reads weight (or its fp32 copy), gradient and
     states, and writes all but the gradient; torch's AdamW does so in `FOREACH` passes, unless it is fused. A master
     copy takes the gradient in fp32, and is copied to the weights."""
-    b, held = PRECISION[run.precision], states(spec, run)
+    b, sizes = PRECISION[run.precision], states(spec, run)
     weight, gradient, state = 3 * (adapter_bytes(run),) if run.lora else (b.master or b.weights, b.gradients, b.states)
     moments = {"adamw": 2 * state, "adamw-fused": 2 * state, "adamw-8bit": 2, "lion": 4,
                "muon": state}.get(run.optimizer, 0)  # fmt: skip
@@ -203,14 +203,14 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
         if not uses_fsdp(run):  # whose shards are fp32, and so are gradients that it has reduced
             copies = b.master + b.weights + (gradient + b.master if gradient < b.master else 0)
         gradient = b.master
-    orthogonal = _orthogonal_seconds(spec, run, found) if run.optimizer == "muon" else 0.0
+    orthogonal = _orthogonal_seconds(spec, run, gpu_kernels) if run.optimizer == "muon" else 0.0
     times = FOREACH if foreach_adamw(run) else 1
     passes = ADAFACTOR * weight if run.optimizer == "adafactor" else times * (2 * weight + gradient + 2 * moments)
     models = 2 if run.objective.critic else 1
-    moved = models * held.trained * (passes + copies) / found.bandwidth
+    moved = models * sizes.trained * (passes + copies) / gpu_kernels.bandwidth
     if run.optimizer == "adamw-8bit":
-        moved = max(moved, EIGHT_BIT * held.trained / found.operators.sms)
-    return moved + orthogonal + _paged_seconds(run, held, found.card)
+        moved = max(moved, EIGHT_BIT * sizes.trained / gpu_kernels.operators.sms)
+    return moved + orthogonal + _paged_seconds(run, sizes, gpu_kernels.card)
 
 
 def foreach_adamw(run: Training) -> bool:
@@ -220,24 +220,24 @@ def foreach_adamw(run: Training) -> bool:
     return run.optimizer == "adamw" and not stack_of(run).fused_adamw and not masters
 
 
-def _paged_seconds(run: Training, held: States, card: GPU) -> float:
+def _paged_seconds(run: Training, sizes: States, card: GPU) -> float:
     """Return the seconds in which the driver pages states that a device has no room for: all of them in, and out again,
     because the pages that were used longest ago go first, and the update goes through them in a circle. bitsandbytes
     asks for a tensor's before it updates it (bitsandbytes/optim/optimizer.py, prefetch_state), and PCIe carries both
     directions at once: the one run that published this, on an RTX 4090, took half of what one after the other would."""
     if not stack_of(run).paged(run):
         return 0.0
-    paged = 2 * held.trained
-    fits = held.weights + paged <= card.memory
+    paged = 2 * sizes.trained
+    fits = sizes.weights + paged <= card.memory
     return 0.0 if fits else paged / to_host(card)
 
 
-def _orthogonal_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
+def _orthogonal_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
     """Return the seconds of Muon's products, on a device with an equal share of all layers; every copy makes them."""
     total = 0.0
     for rows, columns, count in newton_schulz.matrices(spec):
         for m, n, k in newton_schulz.products(rows, columns):
-            total += count * (found.product(m, n, k, "bf16") or found.product(m, n, k, "fp32") or 0.0)
+            total += count * (gpu_kernels.product(m, n, k, "bf16") or gpu_kernels.product(m, n, k, "fp32") or 0.0)
     return newton_schulz.ITERATIONS * total / run.pp
 
 
@@ -286,78 +286,81 @@ def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> fl
     return None if rate is None else card_hours * rate
 
 
-def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str, float] | None:
+def product_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> dict[str, float] | None:
     """Return the seconds of products with weights by part, on a device with an equal share of all layers; None for a
     dtype that the card has no units for."""
-    seconds = _timed(spec, run, found)[0]
+    seconds = _timed(spec, run, gpu_kernels)[0]
     return None if seconds is None else dict(seconds)
 
 
-def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
+def outside(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> Outside:
     """Return the seconds of those products of `product_seconds` whose shapes are outside of what was measured."""
-    return _timed(spec, run, found)[1]
+    return _timed(spec, run, gpu_kernels)[1]
 
 
 @lru_cache(maxsize=64)  # both are asked for in an estimate
-def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, float] | None, Outside]:
+def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[str, float] | None, Outside]:
     seconds: dict[str, float] = {}
-    beyond = unaligned = 0.0
-    share, counted, times = run.accumulation / run.pp, *unaligned_times(found.card)
+    extrapolated_s = misaligned_s = 0.0
+    share, counted, times = run.accumulation / run.pp, *misaligned_factor(gpu_kernels.card)
     packed = ("attention", "mlp") if run.quantization else ()
-    for each, kind, sizes in _multiplied(spec, run):
+    for product, kind, sizes in _multiplied(spec, run):
         _, n, k, _ = sizes[0][0]
-        total, extrapolated = found.summed(sizes)
+        total, extrapolated = gpu_kernels.summed(sizes)
         if total is None:
             return None, Outside(0.0, 0.0, 0.0, 0.0)
-        beyond += extrapolated * share
-        if (n % ALIGNED or k % ALIGNED) and _unaligned(each.part, kind, run, found):
-            unaligned += total * share
+        extrapolated_s += extrapolated * share
+        if (n % ALIGNED or k % ALIGNED) and _is_misaligned(product.part, kind, run, gpu_kernels):
+            misaligned_s += total * share
             total *= times if counted else 1.0
-        if each.part == "experts":  # one grouped product, which reads all experts' weights
-            passes = each.forward + each.again + each.input_gradient + each.weight_gradient
-            total = max(total, passes * 2 * n * k * spec.experts / run.ep / found.bandwidth)
-        if each.part in packed and by_bitsandbytes(run):
-            total += (each.forward + each.again + each.input_gradient) * UNPACKED * n * k / found.bandwidth
-        elif each.part in packed:
-            total += _unpacking_seconds(each, run, found)
-        seconds[each.part] = seconds.get(each.part, 0.0) + total * share
-    more = (times - 1) * unaligned
-    return seconds, Outside(beyond, unaligned + more, more, 0.0) if counted else Outside(beyond, unaligned, 0.0, more)
+        if product.part == "experts":  # one grouped product, which reads all experts' weights
+            passes = product.forward + product.again + product.input_gradient + product.weight_gradient
+            total = max(total, passes * 2 * n * k * spec.experts / run.ep / gpu_kernels.bandwidth)
+        if product.part in packed and by_bitsandbytes(run):
+            times_unpacked = product.forward + product.again + product.input_gradient
+            total += times_unpacked * UNPACKED * n * k / gpu_kernels.bandwidth
+        elif product.part in packed:
+            total += _unpacking_seconds(product, run, gpu_kernels)
+        seconds[product.part] = seconds.get(product.part, 0.0) + total * share
+    more = (times - 1) * misaligned_s
+    if counted:
+        return seconds, Outside(extrapolated_s, misaligned_s + more, more, 0.0)
+    return seconds, Outside(extrapolated_s, misaligned_s, 0.0, more)
 
 
-def unaligned_times(card: GPU) -> tuple[bool, float]:
+def misaligned_factor(card: GPU) -> tuple[bool, float]:
     """Return whether rows that are not whole 16 bytes were timed on the card's chip, and how much longer products of
     them take, or may take."""
     chip = card.compute_capability or (0, 0)
     return chip in UNALIGNED, UNALIGNED.get(chip, min(UNALIGNED.values()))
 
 
-def _unpacking_seconds(each: Product, run: Training, found: Kernels) -> float:
+def _unpacking_seconds(product: Product, run: Training, gpu_kernels: Kernels) -> float:
     """Return the seconds per micro-batch in which GPTQ's weights are unpacked: in forward, and where a block is
     recomputed, whatever is kept of products. Backward reads what was made."""
-    shifts, others = gptq.moved(each.inputs, each.outputs, *unpacked_bytes(run))
-    once = shifts / found.operators.strided + others / found.bandwidth
-    return each.forward * (2 if run.checkpointing else 1) * once
+    shifts, others = gptq.moved(product.inputs, product.outputs, *unpacked_bytes(run))
+    once = shifts / gpu_kernels.operators.strided + others / gpu_kernels.bandwidth
+    return product.forward * (2 if run.checkpointing else 1) * once
 
 
-def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Backward, ...]:
+def columns_backward(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[Backward, ...]:
     """Return the seconds per micro-batch of backward's products of a block's column-parallel layers, of attention and
     of the MLP, averaged over the layers."""
     seconds = dict.fromkeys(("attention", "mlp"), Backward(0.0, 0.0))
-    for each, _, sizes in _multiplied(spec, run):
-        if each.cut == "outputs" and each.part in seconds:
-            input, weight = (times * (found.product(*size) or 0.0) / spec.layers for size, times in
-                             ((sizes[1][0], each.input_gradient), (sizes[-1][0], each.weight_gradient)))  # fmt: skip
-            before = seconds[each.part]
-            seconds[each.part] = Backward(before.input + input, before.weight + weight)
+    for product, _, sizes in _multiplied(spec, run):
+        if product.cut == "outputs" and product.part in seconds:
+            matmuls = (sizes[1][0], product.input_gradient), (sizes[-1][0], product.weight_gradient)
+            input, weight = (times * (gpu_kernels.product(*size) or 0.0) / spec.layers for size, times in matmuls)
+            before = seconds[product.part]
+            seconds[product.part] = Backward(before.input + input, before.weight + weight)
     return tuple(seconds.values())
 
 
-def _unaligned(part: str, kind: str, run: Training, found: Kernels) -> bool:
+def _is_misaligned(part: str, kind: str, run: Training, gpu_kernels: Kernels) -> bool:
     """Return whether matrices in half precision are slower for rows that are not whole 16 bytes: nobody pads them.
     Adapters' products are bound by bytes."""
     padded = run.compile or stack_of(run).pads_vocabulary or part == "adapters"
-    return not padded and kind in ("fp16", "bf16") and found.measured(kind)
+    return not padded and kind in ("fp16", "bf16") and gpu_kernels.measured(kind)
 
 
 @lru_cache(maxsize=256)
@@ -370,29 +373,30 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     if bytes_of(run).compute == 4:  # peft leaves what is not quantized in fp32
         in_fp32 |= {"head"}
     found = []
-    for each in products(spec, run):
-        m, n, k = rows * each.copies, each.outputs, each.inputs
-        if each.part == "head":
+    for product in products(spec, run):
+        m, n, k = rows * product.copies, product.outputs, product.inputs
+        if product.part == "head":
             m = run.scored // run.cp
-        if each.cut == "outputs":
+        if product.cut == "outputs":
             n = n // run.tp or 1
-        elif each.cut == "inputs":
+        elif product.cut == "inputs":
             k = k // run.tp or 1
-        kind = "fp32" if each.part in in_fp32 else narrow if run.fp8_recipe and each.part in CONVERTED else dtype
+        kind = "fp32" if product.part in in_fp32 else narrow if run.fp8_recipe and product.part in CONVERTED else dtype
         times = 1
-        if run.kernels == "liger" and each.part == "head":
+        if run.kernels == "liger" and product.part == "head":
             m = loss_chunk(spec, m)
             times = -(-rows // m)
-        sizes = ((m, n, k, kind), times * (each.forward + each.again)), ((m, k, n, kind), times * each.input_gradient)
-        weight = (((n, k, m, kind), times * each.weight_gradient),) if each.weight_gradient else ()
-        found.append((each, kind, (*sizes, *weight)))
+        forward = (m, n, k, kind), times * (product.forward + product.again)
+        sizes = forward, ((m, k, n, kind), times * product.input_gradient)
+        weight = (((n, k, m, kind), times * product.weight_gradient),) if product.weight_gradient else ()
+        found.append((product, kind, (*sizes, *weight)))
     return tuple(found)
 
 
-def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float | None:
+def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float | None:
     """Return the seconds of attention's kernels, on a device with an equal share of all layers; of eager attention
     those of its products. None for a dtype that the card has no units for."""
-    kernel = attention_kernel(spec, run, found.card)
+    kernel = attention_kernel(spec, run, gpu_kernels.card)
     qk, v = head_sizes(spec)
     heads, length = max(1, spec.heads // run.tp), run.seq_len
     first = gradients_of_first_block(spec, run)
@@ -404,22 +408,22 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     wide = kernel == "math" or (bytes_of(run).compute == 4 and run.attention != "flash")
     dtype = "fp32" if wide else peak_dtype(run)
     if fused:
-        name, masked = fastest_kernel(run, kernel, found.card), masked_layers(spec, run) / spec.layers
+        name, masked = fastest_kernel(run, kernel, gpu_kernels.card), masked_layers(spec, run) / spec.layers
         whole = name if name == "cudnn" else "efficient"  # FlashAttention takes no mask; under one all scores count
         total, head_size = 0.0, (qk + v) // 2
-        for each, times in ((name, 1 - masked), (whole, 2 * masked)):
-            forward = found.attention(run.sequences, heads, length, head_size, each, dtype)
-            back = (spec.layers - without) * found.backward(each, head_size)
+        for kernel_, times in ((name, 1 - masked), (whole, 2 * masked)):
+            forward = gpu_kernels.attention(run.sequences, heads, length, head_size, kernel_, dtype)
+            back = (spec.layers - without) * gpu_kernels.backward(kernel_, head_size)
             total += times * forward * (spec.layers + again + back)
         if run.objective.critic:
-            total += attention_seconds(spec, value_run(run), found) or 0.0
+            total += attention_seconds(spec, value_run(run), gpu_kernels) or 0.0
         for other in others(spec, run):
-            total += other.passes * other.spec.layers * found.attention(
+            total += other.passes * other.spec.layers * gpu_kernels.attention(
                 run.sequences, other.spec.heads, length, sum(head_sizes(other.spec)) // 2, name, dtype
             )
     else:
         rows = run.sequences * heads * length
-        scores, values = found.product(rows, length, qk, dtype), found.product(rows, v, length, dtype)
+        scores, values = gpu_kernels.product(rows, length, qk, dtype), gpu_kernels.product(rows, v, length, dtype)
         if scores is None or values is None:
             return None
         total = (scores + values) * (spec.layers + again + 2 * (spec.layers - without))
@@ -451,5 +455,5 @@ def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: boo
         return None
     host = generation_host_seconds(spec, rates) if eager else 0.0
     passes = prefill_pass(spec, run), decode_pass(spec, run, absorbed=not eager)
-    first, each = (one.seconds(rate, rates.bandwidth) for one in passes)
-    return max(first, host), max(each, host)
+    first, token = (one.seconds(rate, rates.bandwidth) for one in passes)
+    return max(first, host), max(token, host)

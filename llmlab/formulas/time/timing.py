@@ -29,10 +29,10 @@ from .step import (
     Traced,
     fastest_kernel,
     host_waits,
+    misaligned_factor,
     outside,
     peak_dtype,
     step_seconds,
-    unaligned_times,
 )
 
 # What a step's seconds are divided into, in the order in which they are shown.
@@ -74,27 +74,29 @@ def timing(
 ) -> Timing:
     """Return how long a step of `run` takes on `card`, or a generation, of which the seconds alone are known. With a
     step that was `traced` its own passes and update count, and what ranks send is as ever."""
-    found = _timing(spec, run, card, cluster, traced)
-    return found if traced else replace(found, notes=(*found.notes, *uncounted(spec, run)))
+    result = _timing(spec, run, card, cluster, traced)
+    return result if traced else replace(result, notes=(*result.notes, *uncounted(spec, run)))
 
 
 def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None, traced: Traced | None) -> Timing:
     if card is None:
         return Timing()
+    if card.by_memory:
+        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {card.name} names no GPU model."),))
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
-    found, nodes, rates, apart, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""
+    gpu_kernels, nodes, rates, node_spread, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""
     on_host, notes = Waiting(0.0, 0.0, 0.0), list[Note]()
     if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
         # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
-        host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
-        if hook_seconds(spec, run, found.host) or stack_of(run).own_kernels:
-            host = max(host, host_seconds(spec, run, found.host) + host_waits(run, traced.passes))
+        host = traced.passes.host + (0.0 if gpu_kernels.kind == "fitted" else python_seconds(spec, run))
+        if hook_seconds(spec, run, gpu_kernels.host) or stack_of(run).own_kernels:
+            host = max(host, host_seconds(spec, run, gpu_kernels.host) + host_waits(run, traced.passes))
         traced = traced._replace(passes=traced.passes._replace(host=host))
-    shapes = outside(spec, run, found)
-    if traced and shapes.sooner:  # a trace has its products' times as if all rows were whole
+    shapes = outside(spec, run, gpu_kernels)
+    if traced and shapes.maybe_less_s:  # a trace has its products' times as if all rows were whole
         products = dict(traced.passes.products)
-        products["head"] = products.get("head", 0.0) + shapes.sooner
+        products["head"] = products.get("head", 0.0) + shapes.maybe_less_s
         traced = traced._replace(passes=traced.passes._replace(products=products))
     try:
         known = computation(spec, run, card, traced)
@@ -115,19 +117,20 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
     if nodes and run.world_size > 1:
         several = run.world_size > nodes.gpus
         parts, notes = _of(run, terms), list(_interconnect(several, nodes, rates))
-        hidden, unnamed = terms.data_sent - terms.data_exposed, terms.data_later
+        hidden, unnamed = terms.data_sent - terms.data_exposed, terms.data_maybe_exposed
         if rates:
-            ends = [nodes.reaching(rate) for rate in (rates.slow, rates.fast)]
-            apart = _nodes_apart(terms, *[step(spec, run, card, each, traced=traced, known=known) for each in ends])
+            slow, fast = (step(spec, run, card, nodes.reaching(rate), traced=traced, known=known)
+                          for rate in (rates.slow, rates.fast))  # fmt: skip
+            node_spread = _nodes_apart(terms, slow, fast)
         busy, overlap, why = _held_up(run, nodes)
         if why:
-            held = step(spec, run, card, busy, overlap, traced=traced, known=known)
-            held_up = (held.seconds + held.data_later) / (terms.seconds + terms.data_later)
+            busy_step = step(spec, run, card, busy, overlap, traced=traced, known=known)
+            held_up = (busy_step.seconds + busy_step.data_maybe_exposed) / (terms.seconds + terms.data_maybe_exposed)
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
-    spread = _spread(run, found, shapes.beyond / seconds)
+    spread = _spread(run, gpu_kernels, shapes.extrapolated_s / seconds)
     # Nodes differ, and networks, whatever the kernels take.
-    quicker, factor = exp(hypot(spread, log(apart[0]))), exp(hypot(spread, log(apart[1]), log(held_up)))
+    quicker, factor = exp(hypot(spread, log(node_spread[0]))), exp(hypot(spread, log(node_spread[1]), log(held_up)))
     rest = seconds - on_host.seconds
     longest = factor * (rest + unnamed) + on_host.most
     if run.world_size > 1:  # several GPUs have an engine, which takes its own time in each step
@@ -143,16 +146,16 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
     if held_up > exp(spread):
         notes.append(Note("slower-communication", f"A step can take {held_up:.1f} times as long: {why}."))
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
-    slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
-    sources = _sources(run, found, parts, kernel, slower, shapes)
-    other, older = _older_attention(spec, run, found, kernel, parts.get("attention", 0.0))
+    slower = gpu_kernels.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
+    sources = _sources(run, gpu_kernels, parts, kernel, slower, shapes)
+    other, older = _older_attention(spec, run, gpu_kernels, kernel, parts.get("attention", 0.0))
     if older:
         sources["attention"] += f"; with {FUSED[other]}, which torch uses with cuDNN up to 9.15, {older:.2g} s more"
     if nodes and not rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN):
         sources.update({name: "the links that were given" for name in SENT if name in sources})
-    sooner, later = _other_hosts(spec, run, found.host, parts, host_waits(run, known.passes))
-    low = min(rest / quicker, rest - sooner) - shapes.sooner + on_host.least
-    high = max(longest, seconds + later) + shapes.later + older
+    host_less_s, host_more_s = _other_hosts(spec, run, gpu_kernels.host, parts, host_waits(run, known.passes))
+    low = min(rest / quicker, rest - host_less_s) - shapes.maybe_less_s + on_host.least
+    high = max(longest, seconds + host_more_s) + shapes.maybe_more_s + older
     if not (spec.has_formulas or traced):
         low, high = low / PLAIN, high * PLAIN
     if on_host.host:
@@ -168,7 +171,7 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
 
     DeepSpeed's ZeRO-3 gathers for one module after another, one ahead (runtime/zero/partitioned_param_coordinator.py,
     fetch_sub_module). 128 A100s took as long for it as computing and sending one after the other, with 1 sequence and
-    with 16 (benchmarks/throughputs.toml, deepspeed-azure); why is not known (deepspeedai/DeepSpeed, issue 5047).
+    with 16 (benchmarks/time/throughputs.toml, deepspeed-azure); why is not known (deepspeedai/DeepSpeed, issue 5047).
     """
     many, why, overlap = -(-run.world_size // nodes.gpus), [], None
     if many > 1 and (across := nodes.across):
@@ -183,24 +186,25 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
 
 def _nodes_apart(terms: Step, slow: Step, fast: Step) -> tuple[float, float]:
     """Return by what a step is divided in a node of which one in ten is faster, and multiplied where one is slower."""
-    longest = (slow.seconds + slow.data_later) / (terms.seconds + terms.data_later)
+    longest = (slow.seconds + slow.data_maybe_exposed) / (terms.seconds + terms.data_maybe_exposed)
     return terms.seconds / fast.seconds, longest
 
 
-def _spread(run: Training, found: Kernels, beyond: float) -> float:
-    """Return the logarithm by which 8 in 10 predictions of such a run are off at most; `beyond`: the share of its time
-    that is of products larger than those that were measured, whose own error comes to it as one that is independent."""
+def _spread(run: Training, gpu_kernels: Kernels, extrapolated_share: float) -> float:
+    """Return the logarithm by which 8 in 10 predictions of such a run are off at most; `extrapolated_share`: the share
+    of its time that is of products larger than those that were measured, whose own error comes to it as one that is
+    independent."""
     spread = training_rates()["spread"]
-    widest = [found.spread]
-    if found.table and not found.measured(peak_dtype(run)):
+    widest = [gpu_kernels.spread]
+    if gpu_kernels.table and not gpu_kernels.measured(peak_dtype(run)):
         widest.append(spread["data sheet"])
-    if found.longest and run.seq_len > found.longest:
+    if gpu_kernels.longest and run.seq_len > gpu_kernels.longest:
         widest.append(spread["transferred"])
     if run.tp * run.pp > 1:
         widest.append(spread["cut"])
     if run.pp > 1 and not stack_of(run).timed_pipelines:
         widest.append(spread["pipeline"])  # whose engine is not known: DeepSpeed's took longer than Megatron-LM's
-    return hypot(max(widest), min(1.0, beyond) * spread["beyond"])
+    return hypot(max(widest), min(1.0, extrapolated_share) * spread["beyond"])
 
 
 def _other_hosts(
@@ -214,22 +218,22 @@ def _other_hosts(
     """
     waited = parts.get("launches", 0.0)
     busy = sum([parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)]) - waited
-    fast, slow = [waits + each for each in _on_other_hosts(spec, run, host)]
+    fast, slow = [waits + seconds for seconds in _on_other_hosts(spec, run, host)]
     return waited - max(0.0, fast - busy), max(0.0, slow - busy) - waited
 
 
 @lru_cache(maxsize=256)
 def _on_other_hosts(spec: ModelSpec, run: Training, host: Efficiency) -> tuple[float, float]:
     """Return `host_seconds` on a faster host than `host`, and on a slower."""
-    hooks, apart = hook_seconds(spec, run, host), _hosts_apart()
+    hooks, host_spread = hook_seconds(spec, run, host), _hosts_apart()
     operators = host_seconds(spec, run, host) - hooks
-    slower = 2.0 if (stack_of(run).name, run.zero) in STAGES else apart
+    slower = 2.0 if (stack_of(run).name, run.zero) in STAGES else host_spread
     spread = hook_spread(host) if hooks else 1.0
-    return operators / apart + hooks / spread, operators * slower + hooks * spread
+    return operators / host_spread + hooks / spread, operators * slower + hooks * spread
 
 
 def _older_attention(
-    spec: ModelSpec, run: Training, found: Kernels, kernel: str, attention: float
+    spec: ModelSpec, run: Training, gpu_kernels: Kernels, kernel: str, attention: float
 ) -> tuple[str, float]:  # fmt: skip
     """Return the kernel that computes a step's seconds of `attention` where torch does not take cuDNN's, and how many
     seconds more it takes: with CUDA 12's wheels up to torch 2.10, which bring an older one than `fastest_kernel` says.
@@ -239,14 +243,15 @@ def _older_attention(
         return kernel, 0.0
     other = "efficient" if masked_layers(spec, run) else "flash"
     sizes = run.sequences, max(1, spec.heads // run.tp), run.seq_len, sum(head_sizes(spec)) // 2
-    times = found.attention(*sizes, other, peak_dtype(run)) / found.attention(*sizes, kernel, peak_dtype(run))
+    dtype = peak_dtype(run)
+    times = gpu_kernels.attention(*sizes, other, dtype) / gpu_kernels.attention(*sizes, kernel, dtype)
     return other, attention * max(0.0, times - 1)
 
 
 @cache
 def _hosts_apart() -> float:
     """Return how much longer the slower of the measured hosts takes to start an operator than the faster."""
-    times = [each.dispatch for each in efficiencies().values() if each.dispatch]
+    times = [rates.dispatch for rates in efficiencies().values() if rates.dispatch]
     return max(times) / min(times)
 
 
@@ -293,31 +298,31 @@ def _interconnect(several: bool, nodes: Cluster, rates: Rates | None) -> tuple[N
 
 
 def _sources(
-    run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, slower: float, shapes: Outside
+    run: Training, gpu_kernels: Kernels, parts: Mapping[str, float], kernel: str, slower: float, shapes: Outside
 ) -> dict[str, str]:
     """Return where the rates of these parts are from, with attention by `kernel`, `slower` by so much than what was
     measured, and what of the run is outside of that, as `shapes` of products are."""
-    said = {name: found.sources[name] for name in parts}
+    texts = {name: gpu_kernels.sources[name] for name in parts}
     dtype = peak_dtype(run)
-    if found.table and not found.measured(dtype):
-        said["products"] = f"{found.shares['products']:.0%} of the data sheet, because {dtype} was not measured"
+    if gpu_kernels.table and not gpu_kernels.measured(dtype):
+        texts["products"] = f"{gpu_kernels.shares['products']:.0%} of the data sheet, because {dtype} was not measured"
     else:
-        if (share := shapes.beyond / parts["products"]) > LITTLE:
-            said["products"] += f"; {min(1.0, share):.0%} of it extrapolated beyond the measured sizes"
-        if (share := shapes.unaligned / parts["products"]) > LITTLE:
+        if (share := shapes.extrapolated_s / parts["products"]) > LITTLE:
+            texts["products"] += f"; {min(1.0, share):.0%} of it extrapolated beyond the measured sizes"
+        if (share := shapes.misaligned_s / parts["products"]) > LITTLE:
             rows = f"on rows that are no multiple of {ALIGNED}"
-            timed, times = unaligned_times(found.card)
+            timed, times = misaligned_factor(gpu_kernels.card)
             take = "which take" if timed else "which may take"
-            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {times:.0f} times as long"
-    if "attention" not in said or not found.table:
-        return said
+            texts["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {times:.0f} times as long"
+    if "attention" not in texts or not gpu_kernels.table:
+        return texts
     if kernel not in FUSED:
-        said["attention"] = f"its matmuls: {said['products']}"
+        texts["attention"] = f"its matmuls: {texts['products']}"
     elif dtype == "fp32":
-        said["attention"] = f"{found.shares['attention']:.0%} of the data sheet, because fp32 was not measured"
+        texts["attention"] = f"{gpu_kernels.shares['attention']:.0%} of the data sheet, because fp32 was not measured"
     else:
         if slower != 1:
-            said["attention"] += f", × {slower:.2f} for {FUSED[kernel]}"
-        if found.longest and run.seq_len > found.longest:
-            said["attention"] += f"; extrapolated beyond {found.longest:,} tokens"
-    return said
+            texts["attention"] += f", × {slower:.2f} for {FUSED[kernel]}"
+        if gpu_kernels.longest and run.seq_len > gpu_kernels.longest:
+            texts["attention"] += f"; extrapolated beyond {gpu_kernels.longest:,} tokens"
+    return texts

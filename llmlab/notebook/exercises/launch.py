@@ -84,12 +84,12 @@ def _shuffled(epoch: int) -> list[int]:
 
 def _steps(function: Callable[..., Any], seen: int, *ranks: int, size: int = 2) -> list[list[int]]:
     """Return the sequences that all ranks read in each step, sorted. `ranks` are the numbers of ranks of the steps."""
-    found = []
+    results = []
     for number in ranks:
         read = [function(_shuffled, seen, size, rank, number) for rank in range(number)]
-        found.append(sorted(sequence for batch in read for sequence in batch))
+        results.append(sorted(sequence for batch in read for sequence in batch))
         seen += size * number
-    return found
+    return results
 
 
 def _stream(start: int, end: int) -> list[int]:

@@ -48,15 +48,15 @@ def _copies_saved(f) -> int | None:
 
 def _near(f, merged: int = 0, gradients: bool = False) -> bool:
     """Return whether f gives the outputs, or the gradients, of the layers one by one."""
-    found = []
+    results = []
     for way in (f, _one_by_one):
         x, layers = _three_layers(merged)
         outputs = way(x, layers)
         if gradients:
             trained = [x, *(matrix for layer in layers for matrix in (layer.A, layer.B))]
             outputs = torch.autograd.grad(torch.stack([y.float().square().sum() for y in outputs]).sum(), trained)
-        found.append(outputs)
-    mine, theirs = found
+        results.append(outputs)
+    mine, theirs = results
     return len(mine) == len(theirs) and all(
         a.dtype == b.dtype and torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05)
         for a, b in zip(mine, theirs, strict=True)
@@ -90,9 +90,9 @@ def _sums(f, weights: tuple[float, ...], *ranks: int) -> bool:
 
 
 def _unchanged(f) -> bool:
-    given = _drawn(2, 3)
-    f(given, [0.5, -1.0])
-    pairs = zip(given, _drawn(2, 3), strict=True)
+    example = _drawn(2, 3)
+    f(example, [0.5, -1.0])
+    pairs = zip(example, _drawn(2, 3), strict=True)
     return all(torch.equal(x, y) for one, two in pairs for x, y in zip(one[:2], two[:2], strict=True))
 
 

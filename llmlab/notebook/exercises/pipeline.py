@@ -42,8 +42,8 @@ def _agrees(function: Callable[..., Any], name: str, slower: int = 1) -> bool:
     def end(op: Op) -> float:
         return seconds[op] + max(map(end, [*before[op], *inputs(op)]), default=0)
 
-    found = function([list(ops) for ops in plan], inputs, seconds.__getitem__)
-    return found is not None and abs(found - max(map(end, seconds))) < 1e-9
+    result = function([list(ops) for ops in plan], inputs, seconds.__getitem__)
+    return result is not None and abs(result - max(map(end, seconds))) < 1e-9
 
 
 _FIRST, _SECOND = ([Op(kind, stage, n) for kind in "FB" for n in (0, 1)] for stage in (0, 1))

@@ -34,8 +34,8 @@ def _groups(function: Callable[..., Any], axes: Sequence[str], **sizes: int) -> 
     for rank in range(run.world_size):
         place = coordinates(run, rank)
         together.setdefault(tuple(place[axis] for axis in ORDER if axis not in axes), []).append(rank)
-    found = function({axis: getattr(run, axis) for axis in ORDER}, axes)
-    return bool(sorted(sorted(group) for group in found) == sorted(together.values()))
+    result = function({axis: getattr(run, axis) for axis in ORDER}, axes)
+    return bool(sorted(sorted(group) for group in result) == sorted(together.values()))
 
 
 groups_over = {

@@ -25,9 +25,9 @@ class Collectives:
         self.calls.append(name)
         self.shared[self.rank] = x.detach().clone()
         self.barrier.wait()
-        found = list(self.shared)
+        shared = list(self.shared)
         self.barrier.wait()  # nobody overwrites before all have read
-        return found
+        return shared
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchanged("all-reduce", x)).sum(0)

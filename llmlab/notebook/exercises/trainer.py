@@ -293,7 +293,7 @@ def _agrees(f, ignored: int, count: int, scale: float = 1.0) -> bool:
     targets[:ignored] = -100
     usual = nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum") / count
     ours = f(hidden, weight, targets, count, 8)
-    gradients = [torch.autograd.grad(each * scale, (hidden, weight)) for each in (ours, usual)]
+    gradients = [torch.autograd.grad(losses * scale, (hidden, weight)) for losses in (ours, usual)]
     return torch.allclose(ours, usual) and all(map(torch.allclose, *gradients))
 
 

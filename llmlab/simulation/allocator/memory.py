@@ -51,8 +51,8 @@ class AllocatorOutOfMemory(MemoryError):
     ) -> None:
         self.requested, self.segment, self.total, self.left = requested, segment, total, left
         self.allocated, self.reserved, self.capacity = allocated, reserved, capacity
-        held = f"{show_bytes(reserved)} of {show_bytes(capacity)} are reserved, {show_bytes(allocated)} allocated"
-        super().__init__(f"no room for a segment of {show_bytes(segment)}: {held}")
+        state = f"{show_bytes(reserved)} of {show_bytes(capacity)} are reserved, {show_bytes(allocated)} allocated"
+        super().__init__(f"no room for a segment of {show_bytes(segment)}: {state}")
 
     def as_torch_says(self) -> str:
         """Return the message of c10/cuda/CUDACachingAllocator.cpp, malloc (torch 2.13)."""

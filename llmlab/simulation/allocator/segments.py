@@ -36,11 +36,11 @@ def find_addresses(driver: Driver, pool: Pool, size: int) -> Block:
     """Return the first of neighbours, free or unmapped, that have `size` addresses (find_expandable_block)."""
     for unmapped in pool.unmapped:
         start = unmapped if unmapped.prev is None or unmapped.prev.allocated else unmapped.prev
-        found = 0
+        free = 0
         end: Block | None = start
-        while found < size and end is not None and not end.allocated:
-            found, end = found + end.size, end.next
-        if found >= size:
+        while free < size and end is not None and not end.allocated:
+            free, end = free + end.size, end.next
+        if free >= size:
             return start
     total = driver.total or UNKNOWN_TOTAL
     addresses = -(-(total + total // 8) // pool.page) * pool.page

@@ -91,7 +91,7 @@ class Checkpoints:
         real_flatten = getattr(library, flatten)
 
         def flattened(tensors: dict[str, Tensor], *args: Any) -> Any:
-            fake = any(isinstance(each, FakeTensor) for each in tensors.values())
+            fake = any(isinstance(tensor, FakeTensor) for tensor in tensors.values())
             return tensors if fake else real_flatten(tensors, *args)
 
         def write(tensors: dict[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:

@@ -110,9 +110,9 @@ def with_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
         for key, value in content.items():
             content[key] = with_tensors(value, change)
     elif isinstance(content, list):
-        content[:] = [with_tensors(each, change) for each in content]
+        content[:] = [with_tensors(item, change) for item in content]
     elif type(content) is tuple:
-        return tuple(with_tensors(each, change) for each in content)
+        return tuple(with_tensors(item, change) for item in content)
     elif isinstance(content, nn.Module):
         for module in content.modules():
             with_tensors(module._parameters, change)

@@ -113,8 +113,8 @@ class VirtualFiles:
             if not inside:
                 return real(path)
             parts = len(Path(os.path.abspath(path)).parts)
-            found = real(path) if os.path.isdir(path) else []
-            return list(dict.fromkeys([*found, *(Path(name).parts[parts] for name in inside)]))
+            names = real(path) if os.path.isdir(path) else []
+            return list(dict.fromkeys([*names, *(Path(name).parts[parts] for name in inside)]))
 
         return listdir
 
@@ -126,14 +126,14 @@ class VirtualFiles:
             if not inside:
                 return real(path)
             parts = len(Path(os.path.abspath(path)).parts)
-            found: dict[str, Any] = {}
+            names: dict[str, Any] = {}
             if os.path.isdir(path):
                 with real(path) as entries:
-                    found = {each.name: each for each in entries}
+                    names = {entry.name: entry for entry in entries}
             for name in inside:
                 below = Path(name).parts[parts:]
-                found.setdefault(below[0], _Entry(below[0], os.path.join(path, below[0]), is_folder=len(below) > 1))
-            return Entries(found.values())
+                names.setdefault(below[0], _Entry(below[0], os.path.join(path, below[0]), is_folder=len(below) > 1))
+            return Entries(names.values())
 
         return scandir
 
@@ -154,8 +154,8 @@ class VirtualFiles:
                 self.kept[to] = self.kept.pop(name)
                 return None
             done = real(source, target, *args, **kwargs)
-            for each in self._inside(source):  # of a folder that is renamed
-                self.kept[os.path.join(to, os.path.relpath(each, source))] = self.kept.pop(each)
+            for entry in self._inside(source):  # of a folder that is renamed
+                self.kept[os.path.join(to, os.path.relpath(entry, source))] = self.kept.pop(entry)
             return done
 
         return rename

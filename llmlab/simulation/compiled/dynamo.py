@@ -70,7 +70,7 @@ def dynamo_on(card: Card) -> Iterator[None]:
 
     def create_proxy(self: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
         if getattr(target, "__name__", "") != ENTERS_AUTOCAST:
-            args, kwargs = (torch.fx.node.map_aggregate(each, _of_engine) for each in (args, kwargs))
+            args, kwargs = (torch.fx.node.map_aggregate(values, _of_engine) for values in (args, kwargs))
         return create(self, kind, target, args, kwargs, *rest, **named)
 
     # Where it follows hooks, as of a checkpointed layer, it guards these; without ours they are as it traces alone, and
@@ -121,15 +121,15 @@ def tracing(card: Card) -> Iterator[None]:
         return asking.startswith(choosing)
 
     def device(tensor: FakeTensor) -> torch.device:
-        found = real.fget(tensor)
-        return CARD if found == GPU_DEVICE and seen(sys._getframe(1).f_globals.get("__name__", "")) else found
+        value = real.fget(tensor)
+        return CARD if value == GPU_DEVICE and seen(sys._getframe(1).f_globals.get("__name__", "")) else value
 
     def is_cuda(tensor: FakeTensor) -> bool:
         return tensor.fake_device == GPU_DEVICE and seen(sys._getframe(1).f_globals.get("__name__", ""))
 
     def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = tuple(_of_engine(each) for each in args)
-        kwargs = {name: _of_engine(each) for name, each in (kwargs or {}).items()}
+        args = tuple(_of_engine(arg) for arg in args)
+        kwargs = {name: _of_engine(value) for name, value in (kwargs or {}).items()}
         return dispatch(self, func, types, args, kwargs)
 
     metas = symbol("torch._meta_registrations")

@@ -149,9 +149,9 @@ class _Kernel:
     than their bytes say: their time is not known."""
 
     def __init__(self, name: str, source: str, engine: Engine) -> None:
-        found = None if TEMPLATE in source else MOVED.search(source)
+        match = None if TEMPLATE in source else MOVED.search(source)
         self.name, self.engine = name, engine
-        self.moved = round(1e9 * float(found[1])) if found else None
+        self.moved = round(1e9 * float(match[1])) if match else None
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Launch it."""

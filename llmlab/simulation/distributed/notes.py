@@ -30,38 +30,38 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[Note, ...]:
         return (*own(run), *(_nccl(card) if run.world_size > 1 else ()))
     if run.world_size == 1:
         return ()
-    said: list[Note] = []
+    notes: list[Note] = []
     if run.pp > 1:
         schedule = "torchtitan's split and the schedules and buffers of torch.distributed.pipelining"
-        said.append(Note("pipeline", f"Rank 0 of pp={run.pp}: {schedule}."))
+        notes.append(Note("pipeline", f"Rank 0 of pp={run.pp}: {schedule}."))
     if run.dp > 1:
-        said.append(Note("engine", f"Rank 0 of {ENGINES[run.zero]}."))
+        notes.append(Note("engine", f"Rank 0 of {ENGINES[run.zero]}."))
     if run.dp_replicate > 1:
         shared = f"HSDP: {run.dp_replicate} copies, each sharded over {run.dp_shard} ranks"
-        said.append(Note("sharded-copies", f"{shared}; an all-reduce sums a shard's gradients over the copies."))
+        notes.append(Note("sharded-copies", f"{shared}; an all-reduce sums a shard's gradients over the copies."))
     if is_sharded(run) and run.precision.startswith("mixed"):
         policy = f"{run.precision} is FSDP2's MixedPrecisionPolicy: fp32 shards are gathered in half precision"
         update = "the optimizer is torch's foreach version"
-        said.append(Note("mixed-precision", f"{policy}, and gradients are reduced in {run.reduce_dtype}; {update}."))
+        notes.append(Note("mixed-precision", f"{policy}, and gradients are reduced in {run.reduce_dtype}; {update}."))
     if is_sharded(run) and 0 < spec.experts < run.dp_shard:
         few = f"FSDP2 shards a layer's {spec.experts} experts along dimension 0, so only {spec.experts} of the"
         other = "A shard_placement_fn that shards another dimension divides them among all ranks."
-        said.append(Note("few-experts", f"{few} {run.dp_shard} ranks hold one, and gathering pads the rest. {other}"))
+        notes.append(Note("few-experts", f"{few} {run.dp_shard} ranks hold one, and gathering pads the rest. {other}"))
     if is_sharded(run) and run.accumulation > 1 and run.pp == 1:
         when = "each" if run.sync_each_batch else "the last"
         local = "" if run.sync_each_batch else "; until then each rank accumulates unsharded gradients"
         reduces = f"FSDP2 reduces gradients after {when} of the {run.accumulation} micro-batches"
-        said.append(Note("gradient-sync", f"{reduces}{local}."))
+        notes.append(Note("gradient-sync", f"{reduces}{local}."))
     if run.tp > 1:
         sharded = "torch's parallelize_module shards linear layers, embedding, logits and loss"
-        said.append(Note("tensor-parallel", f"Rank 0 of tp={run.tp}: {sharded}."))
-    return (*said, *_nccl(card))
+        notes.append(Note("tensor-parallel", f"Rank 0 of tp={run.tp}: {sharded}."))
+    return (*notes, *_nccl(card))
 
 
 def _deepspeed(run: Training) -> tuple[Note, ...]:
     loaded = "transformers' model was loaded on the host first"
-    said = Note("engine", f"Rank 0 of DeepSpeed's engine with ZeRO stage {run.zero}; {loaded}.")
-    return (said,) * (run.world_size > 1)
+    note = Note("engine", f"Rank 0 of DeepSpeed's engine with ZeRO stage {run.zero}; {loaded}.")
+    return (note,) * (run.world_size > 1)
 
 
 def _megatron(run: Training) -> tuple[Note, ...]:

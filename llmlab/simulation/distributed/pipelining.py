@@ -41,8 +41,8 @@ def stages_alone(notes: dict[Note, None]) -> Iterator[None]:
 
     def recv_meta(self: Any, src_stage: int) -> Any:
         if src_stage > self.stage_index:
-            metas = tuple(replace(each, requires_grad=False) if each.requires_grad else None
-                          for each in self._stage_meta.outputs)  # fmt: skip
+            metas = tuple(replace(tensor, requires_grad=False) if tensor.requires_grad else None
+                          for tensor in self._stage_meta.outputs)  # fmt: skip
             return symbol(f"{STAGE}._StageBackwardMeta")(backward_metas=metas)
         if self._user_meta.inputs is not None:
             return symbol(f"{STAGE}._StageForwardMeta")(forward_metas=self._user_meta.inputs)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...base.compat import C, FakeTensor, TorchDispatchMode, arg_tree_leaves, check, disable_current_modes, symbol
 from ...base.errors import NotAvailable
-from ...recording.phases import COMMUNICATION, GATHERED
+from ...recording.parts import COMMUNICATION, GATHERED
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training, stack_of
 from ...step.ranks import Ranks, check_ranks, join
@@ -150,8 +150,8 @@ class _RealIndices(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
-        real = tensors and not any(isinstance(each, FakeTensor) for each in tensors)
+        tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
+        real = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         real = real and kwargs.get("device") != GPU_DEVICE  # an input that DDP moves there
         if real or (func is EMPTY and kwargs.get("dtype") == torch.int32):
             with disable_current_modes():

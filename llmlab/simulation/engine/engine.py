@@ -36,7 +36,7 @@ from ...base.compat import (
 )
 from ...base.notes import Note
 from ...hardware.gpu import GPU
-from ...recording.events import Event
+from ...recording.parts import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
 from ..values.collectives import COLLECTIVES, exchange
@@ -251,23 +251,23 @@ class Engine(TorchDispatchMode):
         if isinstance(out, Tensor):
             storage = out.untyped_storage()
             key = storage._cdata
-            held = self._live.get(key)
-            if held is not None:
-                if held.size != storage.nbytes():
-                    self._resize(held, storage.nbytes())
+            record = self._live.get(key)
+            if record is not None:
+                if record.size != storage.nbytes():
+                    self._resize(record, storage.nbytes())
             elif out.device == self.device and (size := storage.nbytes()):
                 node = current_autograd_node()
                 self.hold_at(out, self.malloc(size)).made_by = node._sequence_nr() if node is not None else None
         elif isinstance(out, (tuple, list)):
-            for each in out:
-                self.hold(each)
+            for tensor in out:
+                self.hold(tensor)
 
     def hold_at(self, tensor: Tensor, address: int) -> _Storage:
         """Know that the storage of `tensor` is at `address`, to be freed when it dies; 0 is not the allocator's."""
         storage = tensor.untyped_storage()
-        held = self._live[storage._cdata] = _Storage(storage, self._died)
-        held.key, held.size, held.address, held.made_by = storage._cdata, storage.nbytes(), address, None
-        return held
+        record = self._live[storage._cdata] = _Storage(storage, self._died)
+        record.key, record.size, record.address, record.made_by = storage._cdata, storage.nbytes(), address, None
+        return record
 
     def held(self, tensor: Tensor) -> _Storage:
         """Return what is known of `tensor`'s storage, which holds memory."""
@@ -278,8 +278,8 @@ class Engine(TorchDispatchMode):
         return self._live.pop(tensor.untyped_storage()._cdata).address
 
     def _made_by(self, tensor: Tensor) -> int | None:
-        held = self._live.get(tensor.untyped_storage()._cdata)
-        return held.made_by if held else None
+        record = self._live.get(tensor.untyped_storage()._cdata)
+        return record.made_by if record else None
 
     def address(self, tensor: Tensor) -> int | None:
         """Return the simulated address of `tensor`'s storage, None where it holds none on the device."""
@@ -290,8 +290,8 @@ class Engine(TorchDispatchMode):
 
     def storage_address(self, storage: torch.UntypedStorage) -> int | None:
         """Return the simulated address of `storage`, None where it holds none on the device."""
-        held = self._live.get(storage._cdata)
-        return held.address if held else None
+        record = self._live.get(storage._cdata)
+        return record.address if record else None
 
     def belongs(self, tensor: Tensor, module: str) -> None:
         """Let the memory of `tensor` belong to `module`, whatever asked for it."""
@@ -299,19 +299,19 @@ class Engine(TorchDispatchMode):
         if born is not None:
             self.places[born] = self.places[born]._replace(module=module)
 
-    def _died(self, held: _Storage) -> None:
-        if self._live.pop(held.key, None) is held:
-            self.free(held.address)
+    def _died(self, record: _Storage) -> None:
+        if self._live.pop(record.key, None) is record:
+            self.free(record.address)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Follow a storage that was resized by no operator."""
-        held = self._live.get(storage._cdata)
-        if held is not None and held.size != storage.nbytes():
-            self._resize(held, storage.nbytes())
+        record = self._live.get(storage._cdata)
+        if record is not None and record.size != storage.nbytes():
+            self._resize(record, storage.nbytes())
 
-    def _resize(self, held: _Storage, size: int) -> None:
+    def _resize(self, record: _Storage, size: int) -> None:
         # native/cuda/Resize.cpp, resize_bytes_cuda: the new one is there before the old one goes.
-        old, held.address, held.size = held.address, self.malloc(size), size
+        old, record.address, record.size = record.address, self.malloc(size), size
         self.free(old)
 
     def malloc(self, size: int) -> int:
@@ -410,8 +410,8 @@ class Engine(TorchDispatchMode):
 def _of_others(types: tuple[type, ...]) -> bool:
     """Whether among the types of an operator's tensors is one made of others (DTensor, torchao's): it runs what the
     operator means on those, where the engine sees it. Nested tensors, which are refused, are none."""
-    others = (each for each in types if each is not FakeTensor and not each.__module__.startswith("torch.nested"))
-    return any(hasattr(each, "__tensor_flatten__") for each in others)
+    others = (kind for kind in types if kind is not FakeTensor and not kind.__module__.startswith("torch.nested"))
+    return any(hasattr(other, "__tensor_flatten__") for other in others)
 
 
 def notes_of(engine: Engine) -> tuple[Note, ...]:

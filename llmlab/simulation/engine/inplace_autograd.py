@@ -60,8 +60,8 @@ def _is_sum_of_gradients(node: Any, args: tuple, made_by: int | None) -> bool:
         targets = [target for target in node.next_functions if target[0] is not None]
         if len(set(targets)) == len(targets):
             return False
-    held, storage = _counts(args[0])
-    alone = (held, storage) == counts_alone()
+    count, storage = _counts(args[0])
+    alone = (count, storage) == counts_alone()
     # What code in Python holds, as a hook that keeps gradients, shows against the other one.
     alone = alone and sys.getrefcount(args[0]) <= sys.getrefcount(args[1])
     return alone and is_dense(args[0])

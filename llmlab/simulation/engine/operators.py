@@ -48,17 +48,17 @@ def cast_copies(func: Any, args: tuple) -> list[int]:
     """
     if torch.Tag.pointwise not in func.tags:
         return []
-    operands = [each for each in args if isinstance(each, Tensor)]
-    if len(operands) < 2 or len({each.dtype for each in operands}) == 1:
+    operands = [arg for arg in args if isinstance(arg, Tensor)]
+    if len(operands) < 2 or len({operand.dtype for operand in operands}) == 1:
         return []
     if func._opname in KEEP_DTYPES:
         return []
-    numbers = [each for each in args if isinstance(each, (Tensor, int, float))]
+    numbers = [arg for arg in args if isinstance(arg, (Tensor, int, float))]
     common = elementwise_dtypes(*numbers, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[1]
-    copied = [each for each in operands if each.dtype != common]
+    copied = [operand for operand in operands if operand.dtype != common]
     if func._schema.is_mutable and operands[0].dtype != common:
         copied.append(operands[0])
-    return [each.numel() * common.itemsize for each in copied]
+    return [tensor.numel() * common.itemsize for tensor in copied]
 
 
 # ---- operators over lists of tensors (_foreach_, _fused_)
@@ -73,7 +73,7 @@ def mixed_devices(func: Any, args: tuple) -> tuple[torch.device, torch.device] |
     if not _takes_lists(func) or func is COPY:
         return None
     for row in zip(*_lists(args), strict=False):
-        devices = list(dict.fromkeys(_device(each) for each in row if each.dim()))  # numbers may lie on the host
+        devices = list(dict.fromkeys(_device(tensor) for tensor in row if tensor.dim()))  # numbers may lie on the host
         if len(devices) > 1:
             return devices[0], devices[1]
     return None
@@ -87,15 +87,15 @@ def changes_values_alone(func: Any, args: tuple) -> bool:
     if not _writes_lists(func):
         return False
     lists = _lists(args)
-    if len({*map(len, lists)}) != 1 or any(type(each) is not FakeTensor for tensors in lists for each in tensors):
+    if len({*map(len, lists)}) != 1 or any(type(tensor) is not FakeTensor for tensors in lists for tensor in tensors):
         return False
     # Where shapes differ torch broadcasts or refuses, and integers take no floats: it is to say which.
-    alike = (len({each.shape for each in row}) == 1 for row in zip(*lists, strict=True))
-    return all(alike) and all(each.is_floating_point() for tensors in lists for each in tensors)
+    alike = (len({tensor.shape for tensor in row}) == 1 for row in zip(*lists, strict=True))
+    return all(alike) and all(tensor.is_floating_point() for tensors in lists for tensor in tensors)
 
 
 def _lists(args: tuple) -> list[Any]:
-    return [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
+    return [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
 
 
 def _device(tensor: Tensor) -> torch.device:

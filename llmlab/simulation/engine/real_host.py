@@ -58,7 +58,7 @@ class RealHost:
         tensors: list[Tensor] = []
         _collect(args, tensors)
         _collect(kwargs.values(), tensors)
-        on_card = any(isinstance(each, FakeTensor) for each in tensors)
+        on_card = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not on_card and kwargs.get("device") != GPU_DEVICE and (tensors or not asked_by(OFFLOADING)):
             with disable_current_modes():
                 done = func(*args, **kwargs)
@@ -82,7 +82,7 @@ class RealHost:
     ) -> Any:
         """Run an operator for the card; what cannot be simulated raises NotAvailable with the user's line."""
         try:
-            if any(not isinstance(each, FakeTensor) for each in tensors):
+            if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
                 args, kwargs = tree_map_only(Tensor, lambda tensor: as_fake(fake, tensor), (args, kwargs))
             self.inside = True
             out = simulate(func, args, kwargs)
@@ -90,7 +90,7 @@ class RealHost:
         except NotAvailable as error:
             raise located(error) from None
         except RuntimeError as error:
-            sparse = any(each.layout is not torch.strided for each in tensors)
+            sparse = any(tensor.layout is not torch.strided for tensor in tensors)
             if sparse or "SparseTensorImpl" in str(error) or "SparseCsrTensorImpl" in str(error):
                 message = f"{func} makes or takes a sparse tensor, which is not simulated"
                 raise located(NotAvailable(f"{message}; to_dense() it on the host, or lab.measure it")) from None
@@ -111,11 +111,11 @@ class RealHost:
 
 def _collect(values: Iterable[Any], into: list[Tensor]) -> None:
     """Add the tensors among an operator's arguments, also those in lists."""
-    for each in values:
-        if isinstance(each, Tensor):
-            into.append(each)
-        elif isinstance(each, (list, tuple)):
-            _collect(each, into)
+    for value in values:
+        if isinstance(value, Tensor):
+            into.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, into)
 
 
 def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 def _assume(tensors: list[Tensor], value: float) -> None:
     """Give the single numbers among `tensors` the value that the user said they have."""
-    for each in tensors:
-        if each.numel() == 1 and known(each) is None:
+    for tensor in tensors:
+        if tensor.numel() == 1 and known(tensor) is None:
             with disable_current_modes():
-                know(each, torch.full(tuple(each.shape), value_for(each.dtype, value), dtype=each.dtype))
+                know(tensor, torch.full(tuple(tensor.shape), value_for(tensor.dtype, value), dtype=tensor.dtype))
 
 
 def _is_mask(tensor: Tensor) -> bool:

@@ -77,7 +77,7 @@ class Repeats:
             return args[0]
         if given:
             forms, kind = given
-            out = [self._made(each) if type(each) is Form else each for each in forms]
+            out = [self._made(form) if type(form) is Form else form for form in forms]
             return out if kind is list else tuple(out) if kind is tuple else out[0]
         out = fake() if fake else func(*args, **kwargs)
         if key not in self._given:
@@ -91,7 +91,7 @@ class Repeats:
         device = args[0].fake_device
         if isinstance(out, Tensor):
             return self._faked(out, device)
-        return type(out)(self._faked(each, device) for each in out)
+        return type(out)(self._faked(item, device) for item in out)
 
     def _made(self, form: Form) -> FakeTensor:
         with DisableTorchDispatch():
@@ -146,12 +146,12 @@ class Repeats:
         outputs: Any = [out] if isinstance(out, Tensor) else out
         if type(out) not in (FakeTensor, list, tuple):
             return False
-        tensors = [each for each in outputs if not isinstance(each, (int, type(None)))]
-        if not all(self._is_plain(each) and _form(each) for each in tensors):
+        tensors = [tensor for tensor in outputs if not isinstance(tensor, (int, type(None)))]
+        if not all(self._is_plain(tensor) and _form(tensor) for tensor in tensors):
             return False
-        forms = tuple(_form(each) if isinstance(each, FakeTensor) else each for each in outputs)
-        own = {each.untyped_storage()._cdata for each in tensors}
-        taken = {each.untyped_storage()._cdata for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)}
+        forms = tuple(_form(tensor) if isinstance(tensor, FakeTensor) else tensor for tensor in outputs)
+        own = {tensor.untyped_storage()._cdata for tensor in tensors}
+        taken = {leaf.untyped_storage()._cdata for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)}
         return (forms, type(out)) if len(own) == len(tensors) and own.isdisjoint(taken) else False
 
 
@@ -165,8 +165,8 @@ def _gives(func: Any) -> str | None:
         return None
     if func is UNSAFE_VIEW or func.is_view:
         return VIEW
-    written = [each for each in schema.arguments if each.alias_info is not None]
-    returned = [each for each in schema.returns if each.alias_info is not None]
+    written = [argument for argument in schema.arguments if argument.alias_info is not None]
+    returned = [result for result in schema.returns if result.alias_info is not None]
     if not written and not returned:
         return NEW
     if schema.name.endswith("_") and len(written) == 1 == len(returned) == len(schema.returns):

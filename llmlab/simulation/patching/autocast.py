@@ -118,8 +118,8 @@ class _Empty(Tensor):
 def reached(func: Any, args: tuple, kwargs: dict[str, Any]) -> Reached:
     """Return the exception that says of an operator what `handed_on` returns."""
     given = [*args, *kwargs.values()]
-    dtypes = [each.dtype for each in tree_leaves(given) if isinstance(each, Tensor)]
-    return Reached(func, dtypes, next((each for each in given if isinstance(each, torch.dtype)), None))
+    dtypes = [leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    return Reached(func, dtypes, next((arg for arg in given if isinstance(arg, torch.dtype)), None))
 
 
 def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor], bool]) -> None:
@@ -136,7 +136,9 @@ def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor
 def _kernel(op: Any, policy: Policy, on_card: Callable[[Tensor], bool]) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
     # The dispatcher leaves out arguments that have their default, which the operator called instead may not have.
-    defaults = {each.name: each.default_value for each in op._schema.arguments if each.has_default_value()}
+    defaults = {
+        argument.name: argument.default_value for argument in op._schema.arguments if argument.has_default_value()
+    }
 
     def casts(tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dtype != torch.float64 and on_card(tensor)
@@ -155,7 +157,7 @@ def _kernel(op: Any, policy: Policy, on_card: Callable[[Tensor], bool]) -> Calla
                     return op(*args, **kwargs)
                 return policy.then(**{**given, "dtype": torch.float32})
         cast = half if policy.kind == HALF else wide
-        dtypes = {each.dtype for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and casts(each)}
+        dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and casts(leaf)}
         if policy.kind == REFUSED and dtypes:
             return op._op_dk(KEYS.AutocastCUDA, *args, **kwargs)
         if policy.kind == WIDEST and dtypes - {torch.float32, torch.get_autocast_dtype("cpu")}:

@@ -132,7 +132,7 @@ class _CudaDeviceProperties(SimpleNamespace):
 
 def _properties(gpu: GPU) -> _CudaDeviceProperties:
     major, minor = capability_of(gpu)
-    shared, of_a_block, threads = LIMITS[max(each for each in LIMITS if each <= (major, minor))]
+    shared, of_a_block, threads = LIMITS[max(limit for limit in LIMITS if limit <= (major, minor))]
     return _CudaDeviceProperties(
         name=device_name(gpu),
         major=major,

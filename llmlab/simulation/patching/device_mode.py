@@ -104,8 +104,8 @@ class Redirect(TorchFunctionMode):
             of.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
         }
         for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite, torch.isclose):
-            for each in (function, getattr(Tensor, function.__name__)):
-                self.special[each] = _finite(each, function in (torch.isfinite, torch.isclose))
+            for owner in (function, getattr(Tensor, function.__name__)):
+                self.special[owner] = _finite(owner, function in (torch.isfinite, torch.isclose))
         for compared in (torch.equal, torch.allclose, Tensor.equal, Tensor.allclose):
             self.special[compared] = _the_same(compared)
         for name in ("gt", "lt", "ge", "le", "eq", "ne"):
@@ -122,7 +122,7 @@ class Redirect(TorchFunctionMode):
             return special(*args, **kwargs)
         if args and type(args[0]) in self.engine.defers and (of_dtensor := self.of_dtensors.get(func)) is not None:
             return of_dtensor(*args, **kwargs)
-        args = tuple(_redirected(each) for each in args)
+        args = tuple(_redirected(arg) for arg in args)
         if kwargs:
             pinned = kwargs.get("pin_memory")
             kwargs = {name: _redirected(each) for name, each in kwargs.items() if name != "pin_memory"}
@@ -181,8 +181,8 @@ class Redirect(TorchFunctionMode):
                 return run_backward(*args, **kwargs)
 
         def default_device() -> torch.device:
-            found = real_default()
-            return CARD if found == GPU_DEVICE else found
+            device = real_default()
+            return CARD if device == GPU_DEVICE else device
 
         def pointer(storage: torch.UntypedStorage) -> int:
             address = self.engine.storage_address(storage)
@@ -212,12 +212,12 @@ class Redirect(TorchFunctionMode):
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", pointer))
             yield
 
-    def _shown(self, found: torch.device, asking: str) -> torch.device:
+    def _shown(self, device: torch.device, asking: str) -> torch.device:
         """Return the device that code of the module `asking` sees where a tensor is on `found`."""
-        if found != GPU_DEVICE or self.host.inside:
-            return found
+        if device != GPU_DEVICE or self.host.inside:
+            return device
         inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
-        return found if inside and asking not in SEES_CARD else CARD
+        return device if inside and asking not in SEES_CARD else CARD
 
     def _device(self, dtensor: Tensor) -> torch.device:
         return self._shown(dtensor.device, sys._getframe(2).f_globals.get("__name__", ""))
@@ -234,7 +234,7 @@ class Redirect(TorchFunctionMode):
     def _numbers(self, data: Any) -> Any:
         """Return nested lists in which numbers stand for the card's tensors of one element, as torch reads them."""
         if type(data) in (list, tuple):
-            return [self._numbers(each) for each in data]
+            return [self._numbers(item) for item in data]
         return self._item(data) if isinstance(data, FakeTensor) and data.numel() == 1 else data
 
     def _item(self, tensor: Tensor) -> Any:
@@ -260,8 +260,8 @@ class Redirect(TorchFunctionMode):
         def stand_in(value: Any) -> Any:
             if not isinstance(value, FakeTensor):
                 return value
-            found = known(value)
-            return found if found is not None else torch.tensor(value_for(value.dtype, self.assume), device=HOST)
+            number = known(value)
+            return number if number is not None else torch.tensor(value_for(value.dtype, self.assume), device=HOST)
 
         def compare(tensor: Tensor, other: Any) -> Tensor:
             out = function(tensor, other)
@@ -382,7 +382,7 @@ def _picked(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(map(_picked, index))
     if isinstance(index, slice):
-        if any(type(each) in (Unknown, Whole) for each in (index.start, index.stop, index.step)):
+        if any(type(bound) in (Unknown, Whole) for bound in (index.start, index.stop, index.step)):
             raise refuse("a slice", "takes a size from a value")
     elif isinstance(index, FakeTensor) and index.dtype in WHOLE and not index.dim() and known(index) is None:
         warn_of("an index")
@@ -393,9 +393,9 @@ def _picked(index: Any) -> Any:
 def _sized_by_unknown(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a whole number of the card is where `func` may take a size from."""
     given = [*args, *kwargs.values()]
-    if any(type(each) is Whole for each in given) and getattr(func, "__name__", "").strip("_") not in TAKE_NUMBERS:
+    if any(type(arg) is Whole for arg in given) and getattr(func, "__name__", "").strip("_") not in TAKE_NUMBERS:
         return True
-    return any(type(item) is Whole for each in given if type(each) in (list, tuple) for item in each)
+    return any(type(item) is Whole for arg in given if type(arg) in (list, tuple) for item in arg)
 
 
 def _forget_frames(error: torch.OutOfMemoryError) -> None:
@@ -412,7 +412,7 @@ def _forget_frames(error: torch.OutOfMemoryError) -> None:
 
 
 def _holds_unknown(data: Any) -> bool:
-    return any(type(each) is Unknown for each in (data if isinstance(data, (list, tuple)) else (data,)))
+    return any(type(item) is Unknown for item in (data if isinstance(data, (list, tuple)) else (data,)))
 
 
 def _default_is_cuda() -> bool:

@@ -19,8 +19,8 @@ def of_dtensors(special: Mapping[Any, Function]) -> dict[Any, Function]:
     of: Any = Tensor
     places = of.is_cuda.__get__, of.is_cpu.__get__, Tensor.get_device
     return {
-        **{each: _of_part(special[each]) for each in places},
-        **{each: _of_whole(special[each]) for each in NUMBERS},
+        **{place: _of_part(special[place]) for place in places},
+        **{name: _of_whole(special[name]) for name in NUMBERS},
         **{
             each: _by_value(each, function)
             for each, function in special.items()
@@ -49,7 +49,7 @@ def _by_value(asked: Function, function: Function) -> Function:
         part = getattr(out, "_local_tensor", None)
         if part is not None and part.numel() == 1:
             with torch.no_grad():
-                value = known(function(*(getattr(each, "_local_tensor", each) for each in args), **kwargs))
+                value = known(function(*(getattr(arg, "_local_tensor", arg) for arg in args), **kwargs))
             if value is not None:
                 know(part, value)
         return out

@@ -35,9 +35,9 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float, causal: bool, deterministic: bool
     ) -> Tensor:
-        heads_first = [each.transpose(1, 2) for each in (q, k, v)]
-        found = aten._scaled_dot_product_flash_attention(*heads_first, dropout, causal, False, scale=scale)
-        out, logsumexp, random_state = found[0].transpose(1, 2), found[1], found[6]
+        heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        result = aten._scaled_dot_product_flash_attention(*heads_first, dropout, causal, False, scale=scale)
+        out, logsumexp, random_state = result[0].transpose(1, 2), result[1], result[6]
         ctx.options = dropout, causal, scale, deterministic
         ctx.save_for_backward(q, k, v, out, logsumexp, random_state)
         return out
@@ -46,13 +46,13 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         q, k, v, out, logsumexp, random_state = ctx.saved_tensors
         dropout, causal, scale, deterministic = ctx.options
-        heads_first = [each.transpose(1, 2) for each in (_rows(grad), q, k, v, out)]
+        heads_first = [tensor.transpose(1, 2) for tensor in (_rows(grad), q, k, v, out)]
         with _deterministic(deterministic):
             gradients = aten._scaled_dot_product_flash_attention_backward(
                 *heads_first, logsumexp, None, None, q.shape[1], k.shape[1], dropout, causal, random_state,
                 random_state, scale=scale,
             )  # fmt: skip
-        return (*(each.transpose(1, 2) for each in gradients), None, None, None, None)
+        return (*(gradient.transpose(1, 2) for gradient in gradients), None, None, None, None)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def _flash_attn_func(card: Capability) -> Callable[..., Tensor]:
         if D > 256:
             raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
         scale = D**-0.5 if softmax_scale is None else softmax_scale
-        padded = [F.pad(each, (0, -D % 8)) if D % 8 else _rows(each) for each in (q, k, v)]
+        padded = [F.pad(tensor, (0, -D % 8)) if D % 8 else _rows(tensor) for tensor in (q, k, v)]
         return _FlashAttention.apply(*padded, dropout_p, scale, causal, deterministic)[..., :D]
 
     return flash_attn_func
@@ -158,6 +158,6 @@ def fake_flash_attn(card: Capability) -> Iterator[None]:
         for name in loaded:
             stack.enter_context(mock.patch.object(utils, name, None))
         stack.enter_context(mock.patch.object(utils, "_lazy_imports", functions))
-        found = {"general_availability_check": lambda *args, **kwargs: True}
-        stack.enter_context(mock.patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], found))
+        attributes = {"general_availability_check": lambda *args, **kwargs: True}
+        stack.enter_context(mock.patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], attributes))
         yield

@@ -56,8 +56,8 @@ def flex_attention_unfused(engine: Engine) -> Iterator[None]:
 def _check(*mods: Callable) -> None:
     """Raise NotAvailable for a function with a tensor in it that is to get a gradient."""
     for mod in mods:
-        held = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
-        if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in held):
+        captured = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
+        if torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in captured):
             raise located(NotAvailable(
                 "flex_attention: the memory for the gradient of a tensor that its score_mod takes from outside "
                 "is not simulated; detach() it, or lab.measure it"
@@ -81,7 +81,7 @@ class _Unfused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         score_mod, mask, (scale, kernel_options, *_) = ctx.given
-        saved = [each.detach() for each in ctx.saved_tensors]
+        saved = [tensor.detach() for tensor in ctx.saved_tensors]
         backward = torch.ops.higher_order.flex_attention_backward.py_kernels[DENSE]
         with torch.enable_grad():  # it looks for the gradient of score_mod
             *grads, _ = backward(*saved, grad, grad_lse, score_mod, None, mask, scale, kernel_options, (), ())

@@ -49,8 +49,8 @@ class _Finder(MetaPathFinder):
             return None
         # The other finders too: each block that is open inside another has one, and a module may concern several.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
-        spec = next((each for each in found if each is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((candidate for candidate in specs if candidate is not None), None)
         if spec is None or spec.loader is None:
             return spec
         loader, run = spec.loader, spec.loader.exec_module
@@ -108,13 +108,13 @@ def default_device() -> Iterator[None]:
 @contextmanager
 def devices_found() -> Iterator[None]:
     """Let accelerate and transformers look for their devices anew, here and after the block."""
-    kept = [dict(state) for state in _accelerate_states()]
+    states = [dict(state) for state in _accelerate_states()]
     _forget()
     try:
         yield
     finally:
         _forget()
-        for state, before in zip(_accelerate_states(), kept, strict=False):  # there was none before the first import
+        for state, before in zip(_accelerate_states(), states, strict=False):  # there was none before the first import
             state.update(before)
 
 
@@ -129,9 +129,9 @@ def _forget() -> None:
     for state in _accelerate_states():
         state.clear()
     checks = sys.modules.get("transformers.utils.import_utils")
-    for name, each in vars(checks).items() if checks else ():
-        if name.startswith("is_") and hasattr(each, "cache_clear"):
-            each.cache_clear()
+    for name, function in vars(checks).items() if checks else ():
+        if name.startswith("is_") and hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 # ---- patches that modules keep
@@ -186,22 +186,23 @@ def _put_back(module: ModuleType, originals: dict[int, dict[str, Any]]) -> None:
     def defaults(function: Any) -> None:
         if isinstance(function, FunctionType) and function.__module__ == module.__name__:
             if function.__defaults__:
-                function.__defaults__ = tuple(original("", each) for each in function.__defaults__)
+                function.__defaults__ = tuple(original("", default) for default in function.__defaults__)
             if function.__kwdefaults__:
-                function.__kwdefaults__ = {name: original(name, each) for name, each in function.__kwdefaults__.items()}
+                defaults = function.__kwdefaults__.items()
+                function.__kwdefaults__ = {name: original(name, default) for name, default in defaults}
 
     for name, value in list(vars(module).items()):
         if id(value) in originals:
             vars(module)[name] = original(name, value)
         elif type(value) is dict and not name.startswith("__"):
-            value.update({key: original(name, each) for key, each in value.items() if id(each) in originals})
+            value.update({key: original(name, item) for key, item in value.items() if id(item) in originals})
         elif isinstance(value, functools._lru_cache_wrapper) and name.startswith(ASK):
             value.cache_clear()
         elif isinstance(value, type) and value.__module__ == module.__name__:
-            for own, each in list(vars(value).items()):
-                function = each.__func__ if isinstance(each, (staticmethod, classmethod)) else each
+            for own, item in list(vars(value).items()):
+                function = item.__func__ if isinstance(item, (staticmethod, classmethod)) else item
                 if id(function) in originals:
                     put = original(own, function)
-                    setattr(value, own, put if function is each else type(each)(put))
+                    setattr(value, own, put if function is item else type(item)(put))
                 defaults(function)
         defaults(value)

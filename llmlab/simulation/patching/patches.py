@@ -117,18 +117,18 @@ def drawn_tokens() -> AbstractContextManager:
 
     @wraps(real)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = real(self, *args, **kwargs)
-        sequences = getattr(found, "sequences", found)
+        result = real(self, *args, **kwargs)
+        sequences = getattr(result, "sequences", result)
         if not isinstance(sequences, FakeTensor) or known(sequences) is not None:
-            return found
+            return result
         config = kwargs.get("generation_config") or self.generation_config
         special: set[int | None] = set()
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             each = kwargs.get(name, getattr(config, name))
             special.update(each if isinstance(each, (list, tuple)) else [each])
         warn_of("generate()")
-        _zeros_where_unknown(sequences, next(each for each in count() if each not in special))
-        return found
+        _zeros_where_unknown(sequences, next(number for number in count() if number not in special))
+        return result
 
     return mock.patch.object(mixin, "generate", generate)
 
@@ -181,7 +181,7 @@ def cuda_operators(card: Capability) -> Iterator[None]:
         stack.enter_context(mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", patched))
         capturable = optimizers._get_capturable_supported_devices
         also = lambda *args, **kwargs: [*capturable(*args, **kwargs), "cpu"]  # noqa: E731
-        for module in [each for name, each in sys.modules.items() if name.startswith("torch.optim.")]:
+        for module in [sys.modules[name] for name in sys.modules if name.startswith("torch.optim.")]:
             if hasattr(module, "_get_capturable_supported_devices"):
                 stack.enter_context(mock.patch.object(module, "_get_capturable_supported_devices", also))
         for module in (optimizers, symbol("torch.utils._foreach_utils")):  # the second is clip_grad_norm_'s
@@ -218,7 +218,7 @@ def tensors_on_card() -> AbstractContextManager:
 
 def _numbers(data: Any) -> Any:
     if type(data) in (list, tuple):
-        return [_numbers(each) for each in data]
+        return [_numbers(item) for item in data]
     return _tolist(data) if isinstance(data, FakeTensor) and not data.dim() and known(data) is not None else data
 
 
@@ -316,8 +316,8 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     """
     for module in self.children() if recurse else ():
         module._apply(fn)
-    own = [each for each in (*self._parameters.values(), *self._buffers.values()) if each is not None]
-    if not any(isinstance(each, FakeTensor) for each in own):
+    own = [tensor for tensor in (*self._parameters.values(), *self._buffers.values()) if tensor is not None]
+    if not any(isinstance(tensor, FakeTensor) for tensor in own):
         return _module_apply(self, fn, False)
     for name, parameter in self._parameters.items():
         if parameter is None:

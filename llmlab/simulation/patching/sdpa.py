@@ -33,8 +33,8 @@ def backend(
     """Return "cudnn", "flash", "efficient" or "math" for q (B, H, T, D), k and v (B, Hkv, S, D) on compute capability
     `card`. What sdpa_kernel and torch.backends.cuda switch off is left out; RuntimeError where nothing is left."""
     switches = torch.backends.cuda
-    if query.dim() == 4 and all(each.stride(-1) == 1 for each in (query, key, value)):
-        H, Hk, Hv = (each.shape[1] for each in (query, key, value))
+    if query.dim() == 4 and all(tensor.stride(-1) == 1 for tensor in (query, key, value)):
+        H, Hk, Hv = (tensor.shape[1] for tensor in (query, key, value))
         # check_batch_size_and_num_heads_dense; cuDNN alone takes other heads of values than of keys.
         shared = H % Hk == 0 == H % Hv if enable_gqa else H == Hk == Hv
         if prefers_cudnn(card) and switches.cudnn_sdp_enabled() and shared and _cudnn(query, key, value, mask, card):
@@ -81,7 +81,7 @@ def _flash(
     if causal and query.shape[2] != key.shape[2]:
         return False
     consumer = card in ((8, 6), (8, 9)) or card[0] == 12
-    trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return not (consumer and trains and D > 192 and (D <= 224 or dropout > 0))
 
 
@@ -111,7 +111,7 @@ def attention(
     """scaled_dot_product_attention as on a CUDA card of compute capability `card`."""
     aten = torch.ops.aten
     chosen = backend(query, key, value, attn_mask, dropout_p, is_causal, card, enable_gqa)
-    trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = _additive(attn_mask, query.dtype)
     if chosen == "math":
@@ -120,7 +120,7 @@ def attention(
         D = query.shape[-1]
         scale = D**-0.5 if scale is None else scale
         if D % 8:  # pad_last_dim<8>
-            query, key, value = (F.pad(each, (0, 8 - D % 8)) for each in (query, key, value))
+            query, key, value = (F.pad(tensor, (0, 8 - D % 8)) for tensor in (query, key, value))
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :D]
     if chosen == "cudnn":
@@ -148,7 +148,7 @@ def math_attention(
     written out. Called on fake tensors, torch's own would add the mask out of place (areAnyTensorSubclassLike)."""
     dtype, factor = query.dtype, abs(query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     if not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
-        query, key, value = (each.float() if each.dtype in HALF else each for each in (query, key, value))
+        query, key, value = (tensor.float() if tensor.dtype in HALF else tensor for tensor in (query, key, value))
     scaled = query * (-factor if scale is not None and scale < 0 else factor)
     if causal:
         if mask is not None:
@@ -172,7 +172,7 @@ def math_attention(
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """pre_process_group_query_attention_input: keys and values of all heads."""
-    H, Hk, Hv = (each.shape[-3] for each in (query, key, value))
+    H, Hk, Hv = (tensor.shape[-3] for tensor in (query, key, value))
     if H % Hk or H % Hv:
         raise RuntimeError("Number of heads in key and value must divide the number of heads in ")  # sic
     if H == Hk == Hv:

@@ -37,6 +37,6 @@ def legacy_type(dtype: Any) -> torch.dtype | None:
     if isinstance(dtype, _Legacy):
         return dtype.dtype
     if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-        found = LEGACY_TYPES.get(dtype.removeprefix("torch.cuda."))
-        return found.dtype if found else None
+        legacy = LEGACY_TYPES.get(dtype.removeprefix("torch.cuda."))
+        return legacy.dtype if legacy else None
     return None

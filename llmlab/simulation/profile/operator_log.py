@@ -66,10 +66,10 @@ def _extent(tensor: Tensor) -> int:
 def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
     """Return the FLOP that FlopCounterMode counts for one operator, and for the products it does not know."""
     if more := MORE_FLOPS.get(func._schema.name):
-        return more(*(each.shape if isinstance(each, Tensor) else each for each in args), **kwargs)
+        return more(*(arg.shape if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
     count = flop_registry.get(OUT_OF_PLACE.get(func._schema.name, func._overloadpacket))
     # torch's formulas know no out_dtype, which aten.addmm.dtype and its like have among their arguments.
-    known = [each for each in args if not isinstance(each, torch.dtype)]
+    known = [arg for arg in args if not isinstance(arg, torch.dtype)]
     return count(*known, **kwargs, out_val=out) if count else 0
 
 
@@ -82,7 +82,7 @@ class Operators(list):
     def __init__(self, gpu: GPU | None = None) -> None:
         super().__init__()
         self.gpu = gpu
-        self._kernels = kernels(gpu) if gpu else None
+        self._kernels = kernels(gpu) if gpu and not gpu.by_memory else None
 
     @property
     def flops(self) -> int:
@@ -93,8 +93,8 @@ class Operators(list):
     def seconds(self) -> float | None:
         """Seconds that these operators take on the card, in this order; None without a card, and where it has no units
         for a dtype."""
-        found = self._timing(self)
-        return found.step if found else None
+        times = self._timing(self)
+        return times.step if times else None
 
     @property
     def untimed(self) -> str | None:
@@ -107,8 +107,8 @@ class Operators(list):
     def traced(self, logits: int) -> Traced | None:
         """Return the passes of the step by what takes them, and its update; None where `seconds` is. What works on as
         many elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
-        found = durations(self, logits, self._kernels) if self._kernels else None
-        return found.traced if found else None
+        result = durations(self, logits, self._kernels) if self._kernels else None
+        return result.traced if result else None
 
     def _timing(self, operators: list[Kernel]) -> Timing | None:
         return timing(operators, self._kernels.operators, self._grids) if self._kernels else None
@@ -121,11 +121,11 @@ class Operators(list):
     @property
     def rates(self) -> Efficiency:
         """The card's measured rates; raises NotAvailable for a card that has none."""
-        found = efficiency(self.gpu) if self.gpu else None
-        if found is None:
+        rates = efficiency(self.gpu) if self.gpu else None
+        if rates is None:
             name = self.gpu.name if self.gpu else "no card"
             raise NotAvailable(f"{name} has no measured rates; give a GPU of hardware/efficiencies.toml")
-        return found
+        return rates
 
     @property
     def _grids(self) -> Kernels | None:
@@ -138,7 +138,7 @@ class Operators(list):
         """
         if self._kernels is None:
             raise NotAvailable("the time of operators needs a GPU; name one: Operators(gpu)")
-        found: dict[tuple[str, str], tuple[float, float, float]] = {}
+        sums: dict[tuple[str, str], tuple[float, float, float]] = {}
         for kernel in self:
             if kernel.kind == "none":
                 continue
@@ -147,10 +147,10 @@ class Operators(list):
             if seconds is None:
                 raise NotAvailable(f"{self._kernels.card.name} has no units for {kernel.kind} in {kernel.dtype}")
             name = kernel.name.split("::")[-1] + (f" {kernel.shape}" if kind == "matmul" else "")
-            flop, moved, spent = found.get((kind, name), (0.0, 0.0, 0.0))
+            flop, moved, spent = sums.get((kind, name), (0.0, 0.0, 0.0))
             done = kernel.flops or (kernel.shape[0] if kernel.shape else 1)
-            found[kind, name] = (flop + done, moved + kernel.bytes, spent + seconds)
-        return found
+            sums[kind, name] = (flop + done, moved + kernel.bytes, spent + seconds)
+        return sums
 
     def launched(self, name: str, moved: int) -> None:
         """Add a kernel that torch.compile wrote, which moves so many bytes."""
@@ -169,16 +169,16 @@ class Operators(list):
             return
         given = {key: value for key, value in kwargs.items() if key != "out"}  # what is only written is not read
         read = args[1:] if name in ADDING and given.get("beta") == 0 else args  # 0 · c is not read, also where c is NaN
-        inputs = [each for each in arg_tree_leaves(*read, **given) if isinstance(each, Tensor)]
-        outputs = [each for each in arg_tree_leaves(out) if isinstance(each, Tensor)]
+        inputs = [leaf for leaf in arg_tree_leaves(*read, **given) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in arg_tree_leaves(out) if isinstance(leaf, Tensor)]
         if not outputs:  # in place
-            outputs = [each for each in arg_tree_leaves(*_written(func, args, kwargs)) if isinstance(each, Tensor)]
+            outputs = [leaf for leaf in arg_tree_leaves(*_written(func, args, kwargs)) if isinstance(leaf, Tensor)]
         flops = flops_of(func, args, kwargs, out)
         kind, shape, dtype = _classify(func, flops, args, kwargs, inputs, outputs)
         moved, again, row = _moved(name, inputs, outputs)
         launches = LAUNCHES.get(name, 1)
         if "_foreach" in name:
-            launches = -(-sum(each.numel() for each in outputs) // FOREACH_ELEMENTS)
+            launches = -(-sum(tensor.numel() for tensor in outputs) // FOREACH_ELEMENTS)
         if name == "bitsandbytes::gemm_4bit" and not (
             self.gpu and multiplies_packed(self.gpu, args[0].dtype, shape[1], tuple(args[2]), args[4])
         ):  # one kernel unpacks the weight, another multiplies it
@@ -236,8 +236,8 @@ def _classify(
     if func.namespace in COLLECTIVES:
         return "sent", (), ""
     if not flops:
-        largest = max((each.numel() for each in outputs), default=0)
-        strided = any(each.numel() * 2 >= largest and not each.is_contiguous() for each in (*inputs, *outputs))
+        largest = max((tensor.numel() for tensor in outputs), default=0)
+        strided = any(tensor.numel() * 2 >= largest and not tensor.is_contiguous() for tensor in (*inputs, *outputs))
         kind = "gather" if name in GATHERS else "strided" if strided else "memory"
         if name == "aten::nll_loss_forward":
             kind, largest = "serial", args[1].numel()

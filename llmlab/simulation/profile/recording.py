@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from ...base.compat import current_autograd_node, get_sequence_nr
 from ...hardware.gpu import GPU
-from ...recording.phases import Mark, Marks
+from ...recording.parts import Mark
+from ...recording.phases import Marks
 from ..allocator.memory import AllocatorOutOfMemory
 from ..engine.engine import Engine
 from .operator_log import Operators
@@ -40,16 +41,6 @@ class Place(NamedTuple):
         """Say it as a person would: "mm in lm_head" for aten.mm.default."""
         operator = self.operator.removeprefix("aten.").removesuffix(".default")
         return f"{operator} in {self.module}" if self.module else operator
-
-
-def collapsed(path: str) -> str:
-    """Return `path` with its layers' numbers as *, and cut below the layers' own modules.
-
-    >>> collapsed("model.layers.31.mlp.down_proj"), collapsed("lm_head")
-    ('model.layers.*.mlp', 'lm_head')
-    """
-    names = ["*" if name.isdigit() else name for name in path.split(".")]
-    return ".".join(names[: names.index("*") + 2] if "*" in names else names[:3])
 
 
 def living(references: Iterable[weakref.ref[Referent]]) -> list[Referent]:
@@ -98,15 +89,16 @@ class Recording(Marks):
         number = node._sequence_nr()
         if number > self._numbers[-1]:  # AccumulateGrad's, which no forward numbered
             return self._owner(getattr(node, "variable", None))
-        found = bisect_right(self._numbers, number) - 1
-        return self._paths[found] if found >= 0 else ""
+        place = bisect_right(self._numbers, number) - 1
+        return self._paths[place] if place >= 0 else ""
 
     def own(self, model: nn.Module, *optimizers: Optimizer) -> None:
         """Let the parameters of `model`, their gradients and states belong to the modules that hold them."""
         for path, module in model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    states = [state for each in optimizers for state in each.state.get(parameter, {}).values()]
+                    states = [value for optimizer in optimizers
+                              for value in optimizer.state.get(parameter, {}).values()]  # fmt: skip
                     gradient = parameter.grad if parameter.is_leaf else None  # FSDP1 puts views in their place
                     for tensor in (parameter, gradient, *states):
                         if isinstance(tensor, Tensor):

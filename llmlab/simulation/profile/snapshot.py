@@ -14,7 +14,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ...base.files import write_whole
+from ...base.files import is_library, write_whole
+from ...recording.parts import Event, collapsed
+from ...recording.snapshot import growth, rounded
 from .. import FOLDER
 from ..allocator.caching import Allocator
 from .recording import OUTSIDE, Place
@@ -50,6 +52,7 @@ class History:
     def __init__(self, place: Callable[[], Place] | None = None) -> None:
         self.entries: list[Entry] = []
         self.place = place  # says which operator of which module asks; its answer is the innermost frame
+        self.steps: list[int] = []  # how many entries there were as each step ended
 
     def record(self, action: str, address: int, size: int, stream: int) -> None:
         """Take an event: Allocator.on_event."""
@@ -60,15 +63,33 @@ class History:
         self.entries.append(entry)
 
 
+    def growth(self) -> dict[str, int]:
+        """Return the bytes that the last step left behind, by module and line of the user's code."""
+        sign = {"alloc": 1, "free_completed": -1}
+        events = (
+            Event(number, entry.address, sign[entry.action] * rounded(entry.size))
+            for number, entry in enumerate(self.entries, 1)
+            if entry.action in sign
+        )
+        return growth(events, self.steps, lambda number: _called_from(self.entries[number - 1]))
+
+
+def _called_from(entry: Entry) -> str:
+    place = collapsed(entry.asks.module or OUTSIDE) if entry.asks else OUTSIDE
+    own = next(((code, at) for code, at in entry.stack if not is_library(code.co_filename)), None)
+    line = f"{os.path.basename(own[0].co_filename)}:{_line(*own)}" if own else ""
+    return f"{place} ({line})" if line and place != OUTSIDE else line or place
+
+
 def stack() -> Stack:
     """Return the Python stack, innermost first, without the simulator's own frames."""
-    found: list[tuple[CodeType, int]] = []
+    frames: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < FRAMES:
+    while frame is not None and len(frames) < FRAMES:
         if not _is_own(frame.f_code.co_filename):
-            found.append((frame.f_code, frame.f_lasti))
+            frames.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 @cache
@@ -122,4 +143,4 @@ def _frames(entry: Entry | None) -> list[dict[str, Any]]:
 
 def write_snapshot(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     """Write the pickle `content` so that a reader, or a crash, sees the old file or the new one."""
-    write_whole(Path(path), pickle.dumps(content))
+    write_whole(Path(path), pickle.dumps(content, protocol=4))  # the newest that memory_viz reads

@@ -1,28 +1,31 @@
 """Timeline of a simulated card's memory by category and by module: `sim.timeline`.
 
 A script of one's own has no phases, so they are inferred: "backward" while autograd runs, "optimizer" while one
-steps, "forward" from a module's call on, "load" before the first. What the tensors are for is asked of the modules that
-were called and of the optimizers that stepped, whenever a phase begins; the rest follows as in recording/parts.py.
+steps, "forward" from a module's call on or, without gradients, "no-grad", "saving" from state_dict() or torch.save()
+on, and "load" before the first call. What the tensors are for is asked of the modules that were called and of the
+optimizers that stepped, whenever a phase begins; the rest follows as in recording/parts.py.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...base.compat import DisableTorchFunction, current_graph_task_id
-from ...recording.parts import Block, Division, divide
-from ...recording.phases import BUFFERS, Mark
+from ...recording.parts import BUFFERS, Block, Division, Mark, collapsed, divide
 from ..allocator.config import blocks_of
 from ..engine.engine import Engine
-from .recording import OUTSIDE, Place, Recording, collapsed, living
+from .recording import OUTSIDE, Place, Recording, living
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,12 +37,14 @@ class Timeline(tuple):
     """Bytes allocated after each allocation and each free, in order, and what they were for.
 
     `points` are the phase and the bytes of each category at up to 300 of those moments, the peak among them; `peak` is
-    the most bytes, reached in `phase` at `place`, an operator and its module; `modules` divides the peak by module.
+    the most bytes, reached in `phase` at `place`, an operator and its module; `modules` divides it by module, and
+    `phases` has the peak of each phase.
     """
 
     points: tuple[TimelinePoint, ...]
     peak: int
     phase: str | None
+    phases: dict[str, int]
     place: Place | None
     modules: dict[str, dict[str, int]]
     title: str
@@ -48,6 +53,7 @@ class Timeline(tuple):
     def __new__(cls, division: Division, engine: Engine, title: str = "", capacity: int | None = None) -> Timeline:
         made = super().__new__(cls, accumulate(event.size for event in engine.events))
         made.points, made.peak, made.phase = division.timeline, division.peak, division.phase
+        made.phases = division.phases
         made.place = peak_place(division, engine)
         made.modules = by_module(division.blocks, engine.places)
         made.title, made.capacity = title, capacity
@@ -85,6 +91,7 @@ class Phases(Recording):
         self.logits: set[int] = set()  # sizes of a logits tensor, bytes, in half precision and in fp32
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._stepping = False
+        self._pass = "forward"  # what the call of a module is that no other one calls
         self._recomputing: int | None = None
 
     @contextmanager
@@ -95,7 +102,11 @@ class Phases(Recording):
             register_optimizer_step_post_hook(self._step_ends),
         ]
         try:
-            with super().watched():
+            with (
+                super().watched(),
+                mock.patch.object(nn.Module, "state_dict", self._saving(nn.Module.state_dict)),
+                mock.patch.object(torch, "save", self._saving(torch.save)),
+            ):
                 yield
         finally:
             self.enter(self.phase)
@@ -105,7 +116,7 @@ class Phases(Recording):
     def place(self) -> Place:
         """Return where the operator that runs belongs; a request for memory is where a phase begins."""
         backward = current_graph_task_id() != -1
-        now = "backward" if backward else "optimizer" if self._stepping else "forward" if self._stack else self.phase
+        now = "backward" if backward else "optimizer" if self._stepping else self._pass if self._stack else self.phase
         if now != self.phase:
             self.enter(now)
         return super().place()
@@ -124,15 +135,27 @@ class Phases(Recording):
     def _tensors(self) -> dict[str, list[Tensor]]:
         roots, optimizers = living(self.roots), living(self._optimizers)
         parameters: list[Tensor] = [parameter for root in roots for parameter in root.parameters()]
-        parameters += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters += [parameter for group in groups for parameter in group["params"]]
         states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return {
             # Megatron-LM's DistributedDataParallel has an attribute `buffers` of its own.
             BUFFERS: [buffer for root in roots for buffer in nn.Module.buffers(root)],
             "optimizer": [value for value in states if isinstance(value, Tensor)],
-            "gradients": [each.grad for each in parameters if each.is_leaf and each.grad is not None],
+            "gradients": [leaf.grad for leaf in parameters if leaf.is_leaf and leaf.grad is not None],
             "weights": parameters,
         }
+
+    def _saving(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `real` as the beginning of a phase, which lasts until a model or an optimizer runs again."""
+
+        @wraps(real)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if self.phase not in ("load", "saving") and not self._stack and not self._stepping:
+                self.enter("saving")
+            return real(*args, **kwargs)
+
+        return begin
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         if all(each is not optimizer for each in living(self._optimizers)):
@@ -146,8 +169,10 @@ class Phases(Recording):
         self.enter(self.phase)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._stack and current_graph_task_id() != -1:  # checkpointing computes a block again
-            self._recomputing = self.now()
+        if not self._stack:
+            self._pass = "forward" if torch.is_grad_enabled() else "no-grad"
+            if current_graph_task_id() != -1:  # checkpointing computes a block again
+                self._recomputing = self.now()
         super()._enter(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -31,9 +31,10 @@ def builder(spec: ModelSpec, run: Training) -> Build:
         how += ", or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
     if find_spec(stack.name) is None:
         raise NotAvailable(f"simulating stack={stack.name!r} needs {project} {version}: {how}")
-    found = metadata.version(project)
-    if found != version:
-        raise NotAvailable(f"simulating stack={stack.name!r} is tested with {version}, and {found} is installed: {how}")
+    installed = metadata.version(project)
+    if installed != version:
+        is_installed = f"{installed} is installed"
+        raise NotAvailable(f"simulating stack={stack.name!r} is tested with {version}, and {is_installed}: {how}")
     own = import_module(f"{__name__}.{stack.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are not installed, as they are imported

@@ -106,7 +106,7 @@ def build(
             symbol("deepspeed.init_distributed")()
             symbol("deepspeed.zero.Init")(module=model, config_dict_or_path=settings)
         engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=settings)
-    ids = [torch.empty_like(each, device="cuda") for each in inputs]
+    ids = [torch.empty_like(tensor, device="cuda") for tensor in inputs]
     return DeepSpeedStep(
         run, device, model, ids, engine=engine, optimizer=engine.basic_optimizer, parameters=list(model.parameters())
     )

@@ -45,6 +45,8 @@ def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of Megatron-LM; import what the step calls."""
     stack = Megatron.of(run)
     see = "ask lab.estimate"
+    if stack.deepspeed:
+        raise NotAvailable(f"deepspeed=True: simulate runs Megatron-LM's own pipeline and optimizer; {see}")
     if stack.transformer_engine:
         own = "give stack='megatron:transformer_engine=False', which is Megatron's own"
         raise NotAvailable(f"simulate has no layers of Transformer Engine, whose kernels need a GPU: {own}, or {see}")
@@ -137,10 +139,10 @@ class MegatronStep(Step):
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                 parts["gradients"].append(buffer.grad_data)
         first, *others = _steppers(self.own)
-        for each in (first, *others):
-            parts["optimizer"] += [master for group in each.param_groups for master in group["params"]]
-        for each in others:  # of experts
-            parts["optimizer"] += [moment for state in each.state.values() for moment in state.values()]
+        for stepper in (first, *others):
+            parts["optimizer"] += [master for group in stepper.param_groups for master in group["params"]]
+        for stepper in others:  # of experts
+            parts["optimizer"] += [moment for state in stepper.state.values() for moment in state.values()]
         return parts
 
 
@@ -264,7 +266,7 @@ def _optimizer(run: Training, chunks: list[Any]) -> Any:
 
 def _steppers(own: Any) -> list[Any]:
     """Return torch's optimizers in Megatron's: experts that are spread have one of their own."""
-    return [each.optimizer for each in getattr(own, "chained_optimizers", [own])]
+    return [chained.optimizer for chained in getattr(own, "chained_optimizers", [own])]
 
 
 def _fused_adam(params: Any, adam_w_mode: bool = True, **settings: Any) -> torch.optim.AdamW:
@@ -301,7 +303,7 @@ def _apex(run: Training) -> Iterator[None]:
     causal.forward = lambda scores, scale: torch.empty_like(scores)  # type: ignore[attr-defined]
     causal.backward = lambda gradient, softmax, scale: gradient  # type: ignore[attr-defined]
     masked.get_batch_per_block = lambda *sizes: 1  # type: ignore[attr-defined]
-    made = {each.__name__: each for each in (causal, masked)}
+    made = {mask.__name__: mask for mask in (causal, masked)}
     sys.modules.update(made)
     try:
         scale = "multi_tensor_scale_impl"

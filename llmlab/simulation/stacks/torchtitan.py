@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...base.compat import DisableTorchFunction, disable_current_modes, has, symbol
 from ...base.errors import NotAvailable
 from ...engines.torchtitan import schedule_name
-from ...recording.phases import COMMUNICATION
+from ...recording.parts import COMMUNICATION
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
@@ -38,7 +38,7 @@ FLOAT8 = "quantize.linear.float8"  # the converter of that name
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
     full = run.checkpointing == "full" or Torchtitan.of(run).recomputes_one_in > 0
-    asked = {
+    options = {
         # AOTAutograd, in torch 2.13, puts a tensor behind the mesh that such a block's backward is given, and refuses.
         f"compile=True, tp={run.tp} of blocks recomputed whole": run.compile and run.tp > 1 and full,
         f"{spec.dense_layers} dense layers of {spec.family}": spec.experts > 0 and spec.dense_layers > 0,
@@ -47,8 +47,8 @@ def check(spec: ModelSpec, run: Training) -> None:
         # its queries are DTensors then, which torch's context parallelism takes none of
         f"cp={run.cp}, tp={run.tp} of {spec.family}": spec.family != "llama" and run.cp > 1 and run.tp > 1,
     }
-    for what, given in asked.items():
-        if given:
+    for what, value in options.items():
+        if value:
             raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; ask lab.estimate")
     logging.getLogger().setLevel(logging.WARNING)  # of torchtitan, which logs to the root
     training_spec(spec)
@@ -122,7 +122,7 @@ class TitanStep(Step):
         parts = super().tensors()
         received = [info.buffer for stage in self.stages for infos in (stage.args_recv_info, stage.grad_recv_info)
                     for of_batch in infos.values() for info in of_batch]  # fmt: skip
-        return {**parts, COMMUNICATION: [each for each in received if each is not None]}
+        return {**parts, COMMUNICATION: [tensor for tensor in received if tensor is not None]}
 
     def _share(self, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return this rank's ids and labels, and what else the model is given."""
@@ -144,7 +144,7 @@ def _entering(enter: Enter, phase: str, stage: Any) -> Callable[..., Any]:
 
     def call(number: int, *args: Any, **kwargs: Any) -> Any:
         logits = stage.fwd_cache[number][0] if stage.is_last and phase == "backward" else ()
-        enter(phase, logits=[getattr(each, "_local_tensor", each) for each in logits])
+        enter(phase, logits=[getattr(tensor, "_local_tensor", tensor) for tensor in logits])
         return real(number, *args, **kwargs)
 
     return call
@@ -309,7 +309,8 @@ def parallel_dims(run: Training) -> Any:
 def _kept_operators(spec: ModelSpec, run: Training) -> AbstractContextManager:
     """Take attention off the list of what selective checkpointing keeps, where the stack's option says so."""
     path = f"torchtitan.models.{MODELS[spec.family]}.infra.parallelize._op_sac_save_list"
-    less = {each for each in symbol(path) if Torchtitan.of(run).keeps_attention or "attention" not in str(each)}
+    keeps = Torchtitan.of(run).keeps_attention
+    less = {operator for operator in symbol(path) if keeps or "attention" not in str(operator)}
     return mock.patch(path, less)
 
 

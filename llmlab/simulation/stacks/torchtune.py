@@ -35,14 +35,14 @@ PAGED_FROM = 1e5  # elements: bitsandbytes/optim/optimizer.py, get_state_buffer
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtune."""
     stack = Torchtune.of(run)
-    asked = {
+    options = {
         f"quantization='nf4', dp={run.dp}": run.quantization and run.dp > 1,
         "packed=True": stack.packed,
         # bitsandbytes' kernel takes no DTensor, which FSDP2's parameters are: it raises RuntimeError.
         f"optimizer='adamw-8bit', dp={run.dp}": run.optimizer == "adamw-8bit" and run.dp > 1,
     }
-    for what, given in asked.items():
-        if given:
+    for what, value in options.items():
+        if value:
             raise NotAvailable(f"simulate has no {what} with stack='torchtune'; ask lab.estimate")
     logging.getLogger("torchtune").setLevel(logging.WARNING)
 
@@ -83,7 +83,8 @@ class TuneStep(Step):
         """Return the tensors that live across phases, by part, the states of optimizers that step in backward too."""
         states = [value for one in self.in_backward for state in one.state.values() for value in state.values()]
         parts = super().tensors()
-        return parts | {"optimizer": parts["optimizer"] + [local(each) for each in states if isinstance(each, Tensor)]}
+        tensors = [local(state) for state in states if isinstance(state, Tensor)]
+        return parts | {"optimizer": parts["optimizer"] + tensors}
 
 
 def build(

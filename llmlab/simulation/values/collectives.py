@@ -76,13 +76,13 @@ def _all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any, *_: Any
 
 
 def _received(tensors: list[Tensor], *_: Any) -> None:
-    for each in tensors:
-        if not isinstance(each, FakeTensor) and not each.is_floating_point():
+    for tensor in tensors:
+        if not isinstance(tensor, FakeTensor) and not tensor.is_floating_point():
             raise located(NotAvailable(
                 "torch.distributed.recv of whole numbers that another rank would send, which are unknown here: let "
                 "this rank compute them, or lab.measure it"
             ))  # fmt: skip
-        _put(each, None)
+        _put(tensor, None)
 
 
 def _scatter(outputs: list[Tensor], inputs: list[list[Tensor]], group: Any, *_: Any) -> None:

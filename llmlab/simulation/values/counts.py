@@ -31,7 +31,7 @@ def balance(counts: Tensor, total: int) -> None:
     """Let `counts` be even, with the sum `total`."""
     bins = max(1, counts.numel())
     with disable_current_modes():
-        even = torch.tensor([total // bins + (each < total % bins) for each in range(bins)])
+        even = torch.tensor([total // bins + (number < total % bins) for number in range(bins)])
         know(counts, even.to(counts.dtype))
 
 

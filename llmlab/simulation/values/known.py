@@ -92,7 +92,7 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any, limit: int)
 
 
 def _loan_among(args: tuple) -> Loan | None:
-    return next((vars(each)[LOAN] for each in args if isinstance(each, FakeTensor) and LOAN in vars(each)), None)
+    return next((vars(arg)[LOAN] for arg in args if isinstance(arg, FakeTensor) and LOAN in vars(arg)), None)
 
 
 def _lend(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor, loan: Loan) -> None:
@@ -127,14 +127,14 @@ def _follow_value(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor | 
 def _follow_change(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Change the values of known tensors as the in-place `func` does; forget them where it takes unknown ones."""
     written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    changed = [each for each in written if isinstance(each, Tensor) and known(each) is not None]
-    for each in changed:
-        if LOAN in vars(each):  # the host's own values stay what they are
-            vars(each)[LOAN].ended = True
-    changed = [each for each in changed if known(each) is not None]
+    changed = [tensor for tensor in written if isinstance(tensor, Tensor) and known(tensor) is not None]
+    for tensor in changed:
+        if LOAN in vars(tensor):  # the host's own values stay what they are
+            vars(tensor)[LOAN].ended = True
+    changed = [tensor for tensor in changed if known(tensor) is not None]
     if changed and func not in KEEPS_VALUES and _for_real(func, args, kwargs, _tensors(args, kwargs)) is NotImplemented:
-        for each in changed:
-            forget(each)
+        for tensor in changed:
+            forget(tensor)
 
 
 def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -199,17 +199,17 @@ def _masked(run: Callable[..., Any], x: Tensor, indices: list[Tensor | None]) ->
         if known(index) is None:
             return NotImplemented
         places = run(aten.nonzero.default, index)
-        found += [run(aten.select.int, places, 1, each) for each in range(index.dim())]
+        found += [run(aten.select.int, places, 1, number) for number in range(index.dim())]
     return run(aten.index.Tensor, x, found)
 
 
 def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    return [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
+    return [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
 
 
 def _for_real(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """Return what `func` gives of the values of its `tensors`, NotImplemented where one of them is not known."""
-    if any(known(each) is None for each in tensors):
+    if any(known(tensor) is None for tensor in tensors):
         return NotImplemented
     args, kwargs = tree_map_only(Tensor, known, (args, {**kwargs}))
     for name in ("device", "pin_memory"):

@@ -20,6 +20,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from ...base.errors import LabWarning, NotAvailable
+from ...base.files import is_library
 from .. import FOLDER
 from .uses import asserted, decides_loop, is_only_a_value, is_only_checked
 
@@ -59,7 +60,7 @@ def located(error: NotAvailable) -> NotAvailable:
     lines: list[str] = []
     for frame in _outside(sys._getframe(1)):
         file = frame.f_code.co_filename
-        library = _is_library(file)
+        library = is_library(file)
         if not (library and lines):
             lines.append(f"{file}, line {frame.f_lineno}")
         if not library:
@@ -67,18 +68,14 @@ def located(error: NotAvailable) -> NotAvailable:
     return NotAvailable(f"{error} ({', called from '.join(lines)})") if lines else error
 
 
-def _is_library(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file or file.startswith((sys.base_prefix, "<frozen"))
-
-
 def _outside(frame: FrameType | None) -> list[FrameType]:
     """Return `frame` and its callers that are neither torch's nor of this package."""
-    found = []
+    frames = []
     while frame is not None:
         if not frame.f_code.co_filename.startswith((*OURS, "<eval_with_key>")):  # of torch.fx
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def refuse(operator: str, why: str) -> NotAvailable:
@@ -167,7 +164,8 @@ def warn_of(what: str) -> None:
     if asked_by(CHECKED):
         return
     frames = _outside(sys._getframe(1))
-    frame = next((each for each in frames if not _is_library(each.f_code.co_filename)), frames[0] if frames else None)
+    own = (frame for frame in frames if not is_library(frame.f_code.co_filename))
+    frame = next(own, frames[0] if frames else None)
     if frame is not None:
         message = (
             f"{what} reads a placeholder ({PLACEHOLDER}, or 0 for integers), because tensors on the simulated GPU have "
@@ -267,7 +265,7 @@ _SPEC = re.compile(r"(?:(.)?([<>=^]))?[-+ ]?z?#?0?(\d+)?")
 
 def format_unknown(spec: str) -> str:
     """Return the sign for a value that is not known, as wide as a format specification for a number asks."""
-    found = _SPEC.match(spec)
-    assert found is not None  # all of it is optional
-    fill, align, width = found.groups()
+    match = _SPEC.match(spec)
+    assert match is not None  # all of it is optional
+    fill, align, width = match.groups()
     return format(UNKNOWN, f"{fill or ' '}{'>' if align in (None, '=') else align}{width or ''}")

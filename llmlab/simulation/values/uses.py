@@ -33,10 +33,10 @@ SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 
 def is_only_a_value(frame: FrameType) -> bool:
     """Return whether the number that the running instruction of `frame` reads is, as far as can be seen, no size."""
-    found = _node(frame)
-    if found is None:
+    expression = _node(frame)
+    if expression is None:
         return False
-    node, source = found
+    node, source = expression
     if isinstance(node, ast.Subscript):  # names[number]; a slice's end is a size
         return not any(isinstance(each, ast.Slice) for each in ast.walk(node.slice))
     if isinstance(node, ast.BinOp):  # "%d" % number
@@ -49,17 +49,17 @@ def is_only_a_value(frame: FrameType) -> bool:
 def is_only_checked(frame: FrameType) -> bool:
     """Return whether the tensor that the running call of `frame` returns is only counted, or compared to decide a
     branch: as torchmetrics does to see whether labels are classes."""
-    found = _node(frame)
-    return found is not None and isinstance(found[0], ast.Call) and found[1].ends_as_check(found[0])
+    expression = _node(frame)
+    return expression is not None and isinstance(expression[0], ast.Call) and expression[1].ends_as_check(expression[0])
 
 
 def asserted(frame: FrameType) -> bool | None:
     """Return what an assertion wants of the truth that `frame` asks for: assertions hold. None where there is none."""
-    code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "TO_BOOL"]
+    code = [instruction for instruction in dis.get_instructions(frame.f_code) if instruction.opname != "TO_BOOL"]
     here = max(place for place, each in enumerate(code) if each.offset <= frame.f_lasti)
     for place, jump in enumerate(code[here : here + 2], here):
         if "JUMP" in jump.opname and "_IF_" in jump.opname:
-            raises = {each.offset for each in code if each.opname == "LOAD_ASSERTION_ERROR"}
+            raises = {instruction.offset for instruction in code if instruction.opname == "LOAD_ASSERTION_ERROR"}
             if jump.argval in raises or code[place + 1].offset in raises:
                 return ("TRUE" in jump.opname) is not (jump.argval in raises)
     return None
@@ -67,10 +67,10 @@ def asserted(frame: FrameType) -> bool | None:
 
 def decides_loop(frame: FrameType) -> bool:
     """Return whether a `while` goes on by the running expression."""
-    found = _node(frame)
-    if found is None:
+    expression = _node(frame)
+    if expression is None:
         return False
-    node, source = found
+    node, source = expression
     while isinstance(node, ast.expr):  # a jump back has the place of the whole statement
         node = source.around[node]
     return isinstance(node, ast.While)
@@ -101,7 +101,7 @@ class _Source:
         if isinstance(outer, ast.BinOp):
             if isinstance(outer.op, ast.Div) or (isinstance(outer.op, ast.Mod) and _is_text(outer.left)):
                 return True
-            if any(isinstance(each, (ast.List, ast.Tuple)) for each in (outer.left, outer.right)):
+            if any(isinstance(side, (ast.List, ast.Tuple)) for side in (outer.left, outer.right)):
                 return False
         elif isinstance(outer, ast.keyword):
             outer = self.around[outer]
@@ -110,10 +110,10 @@ class _Source:
             return name in KEEPS or (name in GIVES_ON and self.ends_as_value(outer, seen))
         if isinstance(outer, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
             targets = outer.targets if isinstance(outer, ast.Assign) else [outer.target]
-            parts = (each for target in targets for each in ast.walk(target))
-            names = {each.id for each in parts if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-            kept = all(self._name_is_value(outer, name, seen) for name in names)
-            return kept and (not isinstance(outer, ast.NamedExpr) or self.ends_as_value(outer, seen))
+            parts = (node for target in targets for node in ast.walk(target))
+            names = {node.id for node in parts if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            constant = all(self._name_is_value(outer, name, seen) for name in names)
+            return constant and (not isinstance(outer, ast.NamedExpr) or self.ends_as_value(outer, seen))
         return isinstance(outer, (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.IfExp, *CONTAINERS)) and self.ends_as_value(
             outer, seen
         )
@@ -135,7 +135,7 @@ class _Source:
         scope = node
         while not isinstance(scope, SCOPES):
             scope = self.around[scope]
-        uses = (each for each in ast.walk(scope) if isinstance(each, ast.Name) and each.id == name)
+        uses = (node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name)
         return [use for use in uses if isinstance(use.ctx, ast.Load)]
 
     def _name_is_value(self, node: ast.AST, name: str, seen: set[tuple[ast.AST, str]]) -> bool:

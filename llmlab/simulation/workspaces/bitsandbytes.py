@@ -45,21 +45,21 @@ def _rule_of_bitsandbytes() -> dict[str, Any]:
     module = find_spec("bitsandbytes.backends.cuda.ops")
     assert module and module.origin
     source = Path(module.origin).read_text(encoding="utf-8")
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for node in ast.walk(ast.parse(source)):
         name = getattr(node, "name", None) if isinstance(node, ast.FunctionDef) else None
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
         if name in names:
-            found.setdefault(name, node)  # the first limit is CUDA's, the other ROCm's
-    if missing := set(names) - found.keys():
+            attributes.setdefault(name, node)  # the first limit is CUDA's, the other ROCm's
+    if missing := set(names) - attributes.keys():
         raise NotAvailable(
             f"bitsandbytes {installed('bitsandbytes')} has no {', '.join(sorted(missing))}, of which it is read when "
             "4-bit weights are multiplied packed: take the version in constraints.txt"
         )
-    found[names[0]].decorator_list = []
+    attributes[names[0]].decorator_list = []
     rule: dict[str, Any] = {"torch": torch, "_gpu_dispatch_props": lambda properties: properties}
-    exec(compile(ast.Module([found[name] for name in names], []), "bitsandbytes", "exec"), rule)
+    exec(compile(ast.Module([attributes[name] for name in names], []), "bitsandbytes", "exec"), rule)
     return rule
 
 

@@ -45,9 +45,9 @@ def where(op: Operator, gpu: GPU) -> Iterator[Step]:
     """where_self_out: an option of another dtype than the result is cast into a copy, and a number on the host comes to
     the card."""
     wide = torch.result_type(op.self, op.other)
-    for each in (op.self, op.other):
-        if each.dtype != wide or each.device != op.condition.device:
-            yield each.numel() * wide.itemsize
+    for tensor in (op.self, op.other):
+        if tensor.dtype != wide or tensor.device != op.condition.device:
+            yield tensor.numel() * wide.itemsize
     yield OUTPUTS
 
 

@@ -15,22 +15,22 @@ def nbytes(tensor: Tensor) -> int:
 
 def contiguous_copies(*tensors: Tensor | None) -> Iterator[int]:
     """Yield the bytes of the copy that `tensor.contiguous()` makes of each tensor that is not contiguous."""
-    for each in tensors:
-        if each is not None and not each.is_contiguous():
-            yield nbytes(each)
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            yield nbytes(tensor)
 
 
 def casts(dtype: torch.dtype, *tensors: Tensor) -> Iterator[int]:
     """Yield the bytes of the copy in `dtype` of each tensor that has another."""
-    for each in tensors:
-        if each.dtype != dtype:
-            yield each.numel() * dtype.itemsize
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            yield tensor.numel() * dtype.itemsize
 
 
 def is_dense(tensor: Tensor) -> bool:
     """is_non_overlapping_and_dense: in the order of their strides, the dimensions lie as in a contiguous tensor."""
     expected = 1
-    for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):
+    for stride, size in sorted(pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1):
         if stride != expected:
             return False
         expected *= size

@@ -37,12 +37,12 @@ def _chosen_workspace() -> int:
 def _copies(*operands: Tensor) -> Iterator[int]:
     """prepare_matrix_for_cublas: what is not dense and has no dimension of stride 1 beside a long enough one, as an
     expanded gradient, is copied. prepare_batch_matrix_for_cublas copies what is dense but not contiguous, too."""
-    for each in operands:
-        (rows, columns), (down, along) = each.shape[-2:], each.stride()[-2:]
+    for operand in operands:
+        (rows, columns), (down, along) = operand.shape[-2:], operand.stride()[-2:]
         strided = (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
-        dense = is_dense(each) if each.dim() == 2 else each.is_contiguous() and down and along
+        dense = is_dense(operand) if operand.dim() == 2 else operand.is_contiguous() and down and along
         if not strided and not dense:
-            yield nbytes(each)
+            yield nbytes(operand)
 
 
 @workspace(aten.mm, aten.mm.out, aten.mm.dtype, source=BLAS)
@@ -137,7 +137,7 @@ def grouped_mm(op: Operator, gpu: GPU) -> Iterator[Step]:
     yield Outputs(fake=grouped_mm_output)
     hopper, blackwell = gpu.compute_capability == (9, 0), gpu.compute_capability == (10, 0)
     if (hopper or blackwell) and op.self.dtype == torch.bfloat16:
-        batched = next((each for each in (op.self, op.mat2) if each.dim() == 3), op.offs)
+        batched = next((tensor for tensor in (op.self, op.mat2) if tensor.dim() == 3), op.offs)
         assert batched is not None  # the operator's own check: without offs one operand is batched
         groups = batched.shape[0]
         yield -(-groups // 2) * 2 * 3 * 8 + groups * 3 * 4 + 3 * groups * 8

@@ -73,7 +73,7 @@ def is_view(func: Any) -> bool:
     """Whether an operator returns its argument's memory unchanged, or allocates memory and writes nothing into it."""
     if func._schema.name in WITHOUT_KERNEL:
         return True
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def is_stated(func: Any, workspaces: Container[str]) -> bool:

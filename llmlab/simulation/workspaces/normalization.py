@@ -21,7 +21,7 @@ def _with_statistics(op: Operator, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return the outputs, mean and 1/std in `dtype`: in fp32 also for half inputs of a LayerNorm (layer_norm_cuda), in
     that of the weight of a GroupNorm (native/group_norm.cpp)."""
     out, *statistics = op.run()
-    return out, *(each.new_empty(each.shape, dtype=dtype) for each in statistics)
+    return out, *(statistic.new_empty(statistic.shape, dtype=dtype) for statistic in statistics)
 
 
 @workspace(aten.native_layer_norm, source=LAYER_NORM)

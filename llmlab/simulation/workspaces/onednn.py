@@ -28,10 +28,10 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 def cpu_product(op: Operator, gpu: None) -> Iterator[Step]:
     """mkldnn_matmul: the scratchpad of the kernel that this CPU chooses for such operands."""
     yield OUTPUTS
-    operands = [each for each in op.args if isinstance(each, Tensor)]
+    operands = [arg for arg in op.args if isinstance(arg, Tensor)]
     if op.out.dtype not in (torch.bfloat16, torch.float16) or any(x.numel() > LARGEST for x in (op.out, *operands)):
         return
-    layouts = tuple((tuple(each.shape), each.stride()) for each in operands)
+    layouts = tuple((tuple(operand.shape), operand.stride()) for operand in operands)
     yield _tried(op.func, op.out.dtype, layouts, torch.get_num_threads(), torch.backends.mkldnn.enabled)
 
 
@@ -43,7 +43,7 @@ def _tried(func: Any, dtype: torch.dtype, layouts: tuple[Layout, ...], threads: 
     """
     source = CPUEvents()
     with disable_current_modes(), torch.no_grad():
-        operands = [torch.empty_strided(*each, dtype=dtype, device="cpu") for each in layouts]
+        operands = [torch.empty_strided(*layout, dtype=dtype, device="cpu") for layout in layouts]
         func(*operands)  # the first call makes the kernel
         source.start()
         try:

@@ -97,7 +97,7 @@ NORM_CHUNK = 65536  # elements; kChunkSize, cuda/MultiTensorApply.cuh
 def foreach_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
     """foreach_tensor_norm_cuda: a partial norm of each chunk, as many as the largest tensor has."""
     tensors = op.self
-    chunks = max(-(-each.numel() // NORM_CHUNK) for each in tensors)
+    chunks = max(-(-tensor.numel() // NORM_CHUNK) for tensor in tensors)
     yield len(tensors) * chunks * max(tensors[0].element_size(), 4)
     yield OUTPUTS
 
@@ -115,12 +115,12 @@ def buffers(
 ) -> list[int]:  # fmt: skip
     """Return the bytes that a reduction allocates. Its input has `item` bytes per element, begins `offset` elements
     into its storage, and has `strides` in bytes; `slots` are those of the card."""
-    kept = [1 if gone else size for size, gone in zip(shape, reduced, strict=True)]
-    steps = [0 if gone else prod(kept[dim + 1 :]) * out_item for dim, gone in enumerate(reduced)]
+    reduced_shape = [1 if gone else size for size, gone in zip(shape, reduced, strict=True)]
+    steps = [0 if gone else prod(reduced_shape[dim + 1 :]) * out_item for dim, gone in enumerate(reduced)]
     sizes, outputs, inputs = _ordered(shape, steps, strides)
     accumulator, parts = kind.accumulator(item), []
     if not _fits_32_bit(sizes, outputs, inputs) and item == out_item == 2:  # AccumulationBuffer
-        parts = [prod(kept) * accumulator]
+        parts = [prod(reduced_shape) * accumulator]
     while not _fits_32_bit(sizes, outputs, inputs):  # with_32bit_indexing: in halves of the longest dimension
         extents = [(size - 1) * max(pair) for size, *pair in zip(sizes, outputs, inputs, strict=True)]
         sizes[extents.index(max(extents))] //= 2
@@ -160,10 +160,10 @@ def _split_over_blocks(
         step_out *= height
     grid = -(-(results // vector) // step_out)
     wanted = slots[0] * (slots[1] // (width * height))
-    each = -(-values // step_in)
-    if not by_warps or each < VALUES_PER_THREAD[1] or grid > wanted:
+    per_step = -(-values // step_in)
+    if not by_warps or per_step < VALUES_PER_THREAD[1] or grid > wanted:
         return []
-    blocks = max(min(-(-wanted // grid), -(-each // VALUES_PER_THREAD[0])), -(-each // VALUES_PER_THREAD[1]))
+    blocks = max(min(-(-wanted // grid), -(-per_step // VALUES_PER_THREAD[0])), -(-per_step // VALUES_PER_THREAD[1]))
     if blocks <= 1:
         return []
     return [accumulator * results * blocks * (1 if over_rows else width * vector), 4 * grid]
@@ -194,16 +194,16 @@ def _ordered(shape: list[int], outputs: list[int], inputs: list[int]) -> tuple[l
                 here = before
             elif compared < 0:
                 break
-    found: list[list[int]] = []
+    rows: list[list[int]] = []
     for size, out, step in ((shape[dim], outputs[dim], inputs[dim]) for dim in order):
-        last = found[-1] if found else None
+        last = rows[-1] if rows else None
         if not last or not (1 in (last[0], size) or (last[0] * last[1] == out and last[0] * last[2] == step)):
-            found.append([size, out, step])
+            rows.append([size, out, step])
             continue
         if last[0] == 1:
             last[1:] = out, step
         last[0] *= size
-    return [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
 def _compare(a: int, b: int, shape: list[int], outputs: list[int], inputs: list[int]) -> int:

@@ -81,7 +81,7 @@ class Operator:
 @cache
 def _parameters(func: Any) -> dict[str, tuple[int, Any]]:
     """Return the position and the default of each argument in the schema of `func`, by name."""
-    return {each.name: (place, each.default_value) for place, each in enumerate(func._schema.arguments)}
+    return {argument.name: (place, argument.default_value) for place, argument in enumerate(func._schema.arguments)}
 
 
 def workspace(

@@ -52,6 +52,10 @@ class DeepSpeed(StackOptions):
         "reduce_dtype": ("fp32",),
     }
 
+    undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("tp", "pp"), "Megatron-DeepSpeed has it; lab.estimate bounds its memory with stack='megatron:deepspeed=true'"
+    )
+
     contiguous_gradients: bool = True
     overlap_comm: bool | None = None
     reduce_bucket_size: int = 500_000_000

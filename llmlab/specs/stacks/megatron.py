@@ -46,6 +46,8 @@ class Megatron(StackOptions):
     not: since 2024-01-18 (commit de9428a701; --no-bias-swiglu-fusion, --no-rope-fusion), before operator by operator.
     `overlap_p2p_communication` sends between
     interleaved stages behind other chunks, since 2023-05-31 (--no-overlap-p2p-communication is off).
+    `deepspeed` is Megatron-DeepSpeed, whose pipeline and ZeRO are DeepSpeed's. Their buffers are not described, so its
+    memory is a lower bound, and it seldom "fits" (formulas/verdict.py, MEGATRON_DEEPSPEED).
     `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: a kernel is started when the one before it is done.
     `cuda_graph_impl` "full_iteration" has all passes of a step in one CUDA graph, so that nothing waits for the host
     (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-scope full_iteration); what
@@ -114,6 +116,7 @@ class Megatron(StackOptions):
     bias_swiglu_fusion: bool = True
     apply_rope_fusion: bool = True
     overlap_p2p_communication: bool = True
+    deepspeed: bool = False
     cuda_launch_blocking: bool = False
     cuda_graph_impl: CudaGraphs | None = None
     virtual_pipeline: int = 1

@@ -73,6 +73,7 @@ class StackOptions(Spec):
     overlap_param_gather: bool = False  # whether ZeRO-1 gathers parameters behind forward
     gradient_accumulation_fusion: bool = False  # whether products add weights' gradients to their sums themselves
     cross_entropy_fusion_impl: str | None = None  # of the loss
+    deepspeed: bool = False  # whether DeepSpeed's engine runs Megatron-LM's model
     cuda_launch_blocking: bool = False  # whether the host waits for each kernel
     cuda_graph_impl: str | None = None  # of one CUDA graph that has all passes of a step
 

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from llmlab.base.errors import SpecError, UnknownName
 from llmlab.course import quantize
-from llmlab.course.quantize.formats.sizes import BLOCKS
+from llmlab.specs.gguf import BLOCKS
 
 KINDS = tuple(quantize.gguf.FORMATS)
 PACKAGE_ENCODES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")

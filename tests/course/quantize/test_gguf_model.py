@@ -11,7 +11,7 @@ from llmlab.course.architectures.llama import Llama
 from llmlab.course.architectures.small import small_ids, small_model, small_tokenizer
 from llmlab.course.evaluate.perplexity import perplexity
 from llmlab.course.quantize.formats import gguf_file, gguf_model
-from llmlab.course.quantize.formats.sizes import file_bytes, stored
+from llmlab.specs.gguf import file_bytes, stored
 
 TINY = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ....base.errors import SpecError, unknown_name
+from ....specs.gguf import BLOCKS
 from ..checks import as_floats
 from . import gguf_k, gguf_legacy, mxfp4
-from .sizes import BLOCKS
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ....base.errors import NotAvailable, SpecError
+from ....specs.gguf import fitting
 from ..checks import as_floats
 from . import gguf as formats
-from .sizes import fitting
 
 try:
     import gguf as package

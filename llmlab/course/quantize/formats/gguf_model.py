@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ....base.errors import SpecError
+from ....specs.gguf import MIXES, stored
 from ....specs.model import ModelSpec
 from . import gguf_file
 from .gguf_file import package
-from .sizes import MIXES, stored
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

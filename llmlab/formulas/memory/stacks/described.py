@@ -70,7 +70,7 @@ class Block(NamedTuple):
     backward: tuple[Height, ...]  # in which a block that was recomputed has all again that is saved
     loss: Loss
     forward: tuple[Height, ...] = ()  # where a block has more, beside what is kept, than when it is over
-    given: tuple[Kept, ...] = ()  # to the block beside its input: all checkpointing keeps it
+    arguments: tuple[Kept, ...] = ()  # to the block beside its input: all checkpointing keeps it
     norm_backward: tuple[Kept, ...] = ()  # beside what was saved, as the final norm's backward is at its highest
     table: int = 0  # bytes of the table by which positions rotate, one for all layers
 

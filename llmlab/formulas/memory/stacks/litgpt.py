@@ -81,7 +81,7 @@ def _loss(share: Share) -> Loss:
     several sequences the slice without their last positions is a copy (litgpt/utils.py, chunked_cross_entropy). Its
     backward makes gradients by chunks, and joins them, but where the head made chunks."""
     # The last micro-batch's cast logits have their name until these have one, half ones and their cast.
-    before = 2.5 if share.over else 0.0
+    before = 2.5 if share.backward_passes_done else 0.0
     if share.run.lora:
         part = min(1, CHUNK / share.run.seq_len)
         size = share.run.micro_batch * min(CHUNK, share.run.seq_len) * share.spec.vocab * share.bytes.compute

@@ -76,7 +76,7 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     recipe, stack = share.run.fp8_recipe, Megatron.of(share.run)
     # transformer/mlp.py, glu: SiLU of one half, times the other with glu_linear_offset added
     unfused = spec.gated and not stack.bias_swiglu_fusion
-    kept: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
+    storage: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
     once = ACTIVATION[recipe] if recipe else 1
     sent = routed(share)
     # A frozen layer of TE keeps no input (module/linear.py, backward_needs_input); its adapter does, in half precision.
@@ -86,7 +86,7 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     def read(operator: str, kind: str, width: str, cut: Cut, times: float, part: str, row: bool) -> Kept:
         if frozen:
             return Kept(operator, kind, width, "product", cut, (part, row) in read_by_adapters)
-        return Kept(operator, kind, width, kept, cut, times)
+        return Kept(operator, kind, width, storage, cut, times)
 
     stays = share.run.attention != "eager" or not frozen or ("attention", True) in read_by_adapters
     # linear_qkv and linear_fc1 keep their rank's part of what sequence parallelism gathers, and backward gathers it
@@ -145,22 +145,22 @@ def _attention(share: Share) -> tuple[Kept, ...]:
     # get_qkv_layout). Megatron's own attention, unfused, takes views: where queries and keys are rotated, beside the
     # product, of which the values are; keys and values that several heads share are copied to all. Each layer rotates
     # by cosines and sines of its own, of queries and of keys (models/common/embeddings/rope_utils.py).
-    kept = [
+    rows = [
         Kept("core_attention: queries", "q, k, v", "Q", "product", "heads"),
         Kept("core_attention: keys, values", "q, k, v", "Q" if grouped and unfused else "K", "product", "heads", 2),
     ]
     if own and rotated and not grouped:
-        kept.append(Kept("core_attention: queries, rotated", "q, k, v", "Q", "product", "heads"))
-        kept.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
+        rows.append(Kept("core_attention: queries, rotated", "q, k, v", "Q", "product", "heads"))
+        rows.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
     if rotated and not stack.rotates_at_once:
-        kept.append(Kept("rotation: cosines, sines", "q, k, v", "D", "product", "whole", 4 / run.micro_batch))
+        rows.append(Kept("rotation: cosines, sines", "q, k, v", "D", "product", "whole", 4 / run.micro_batch))
     if not unfused:  # FlashAttention, cuDNN
-        return (*kept, Kept("core_attention: log-sum-exp", "attention output", "H", "fp32", "heads"))
+        return (*rows, Kept("core_attention: log-sum-exp", "attention output", "H", "fp32", "heads"))
     # transformer/dot_product_attention.py; fusions/fused_softmax.py in half, PyTorch's in fp32
     softmax: Literal["product", "fp32"] = "product" if fused_softmax(share) else "fp32"
-    kept.append(Kept("core_attention: softmax", "scores", "S", softmax, "heads"))
+    rows.append(Kept("core_attention: softmax", "scores", "S", softmax, "heads"))
     if spec.attention_dropout:
-        kept.append(Kept("core_attention: mask of dropout", "scores", "S", "byte", "heads"))
+        rows.append(Kept("core_attention: mask of dropout", "scores", "S", "byte", "heads"))
     if spec.attention_dropout or softmax == "fp32":
-        kept.append(Kept("core_attention: what multiplies values", "scores", "S", "product", "heads"))
-    return tuple(kept)
+        rows.append(Kept("core_attention: what multiplies values", "scores", "S", "product", "heads"))
+    return tuple(rows)

@@ -17,21 +17,21 @@ def block(share: Share) -> Block:
     """Return the description of the block that nanotron trains."""
     spec, run = share.spec, share.run
     again = Nanotron.of(run).tp_recompute_allgather
-    given: Cut = "tokens" if again else "whole"
+    cut: Cut = "tokens" if again else "whole"
     # Queries are rotated in place, and where heads share no keys they are a view of all that qkv_proj returned; keys
     # and values are copied before that (CausalSelfAttention.forward; flash_attn/layers/rotary.py).
     queries = 1 if spec.kv_heads != spec.heads else 3
     saved = (
         Kept("input_layernorm: its input", "norms", "h", "stream", "tokens"),  # TritonRMSNorm, of flash-attn
         Kept("input_layernorm: 1/rms", "norms", "1", "fp32", "tokens"),
-        Kept("qkv_proj: its input", "linear inputs", "h", "product", given),
+        Kept("qkv_proj: its input", "linear inputs", "h", "product", cut),
         Kept("attention: queries, and what they are a view of", "q, k, v", "Q", "product", "heads", queries),
         Kept("attention: keys, values", "q, k, v", "K", "product", "heads", 2),
         Kept("attention: output, o_proj's input", "attention output", "Q", "product", "heads"),
         Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
         Kept("post_attention_layernorm: its input", "norms", "h", "stream", "tokens"),
         Kept("post_attention_layernorm: 1/rms", "norms", "1", "fp32", "tokens"),
-        Kept("gate_up_proj: its input", "linear inputs", "h", "product", given),
+        Kept("gate_up_proj: its input", "linear inputs", "h", "product", cut),
         Kept("split_silu_mul: gate and up", "mlp", "f", "product", "heads", 2),
         Kept("split_silu_mul: silu's output", "mlp", "f", "product", "heads"),
         Kept("down_proj: its input", "mlp", "f", "product", "heads"),
@@ -44,7 +44,7 @@ def block(share: Share) -> Block:
         outside=(
             Kept("final_layer_norm: its input", "norms", "h", "stream", "tokens"),
             Kept("final_layer_norm: 1/rms", "norms", "1", "fp32", "tokens"),
-            Kept("lm_head: its input", "linear inputs", "h", "product", given),
+            Kept("lm_head: its input", "linear inputs", "h", "product", cut),
         ),
         backward=(Height(("down_proj: its input",), (STREAM, made), ("down_proj",)),),
         loss=LOSS,

@@ -216,15 +216,15 @@ def block(share: Share) -> Block:
     if share.kernel == "math":
         saved = saved[:3] + MATH + saved[8:]
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
-    given: tuple[Kept, ...] = ()
+    arguments: tuple[Kept, ...] = ()
     if share.autocast and not run.compile:
         saved = tuple(row._replace(times=COPIES.get(row.operator, row.times)) for row in saved)
     if share.spec.qk_norm:  # Qwen 3; autocast widens what a norm is given (aten/src/ATen/autocast_mode.h)
         widened = share.autocast and not run.compile
         saved += tuple(row._replace(dtype="fp32") for row in QK_NORM) if widened else QK_NORM
         if share.bytes.master:  # FSDP2 casts what a block is given
-            given += (_table("all", 2 * run.cp / run.micro_batch),)
-            saved += (*given, _table("the rank's own", 2)) if run.cp > 1 else given
+            arguments += (_table("all", 2 * run.cp / run.micro_batch),)
+            saved += (*arguments, _table("the rank's own", 2)) if run.cp > 1 else arguments
     elif run.cp > 1:
         saved += AT_POSITIONS
     if run.cp > 1:
@@ -252,10 +252,10 @@ def block(share: Share) -> Block:
     # virtual stage has its own.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim * run.virtual_stages
     losses = (COMPILED_LOSS, COMPILED_PARALLEL_LOSS) if run.compile and stack.compile_loss else (LOSS, PARALLEL_LOSS)
-    found = around._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
+    result = around._replace(saved=saved, selective=selective, backward=backward, arguments=arguments, table=table,
                             loss=losses[run.tp > 1],
                             forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
-    return _compiled(found, share) if run.compile else found
+    return _compiled(result, share) if run.compile else result
 
 
 # As a norm's backward ends: gradients by way of the product and of the mean, the square's derivative, and a product.
@@ -283,8 +283,8 @@ def _check_experts(share: Share) -> None:
         f"precision={run.precision!r}": run.precision != "mixed-bf16",
         f"{spec.dense_layers} dense layers": spec.dense_layers > 0,
     }
-    for what, given in asked.items():
-        if given:
+    for what, value in asked.items():
+        if value:
             raise NotAvailable(f"{what} is not supported for torchtitan's mixtures of experts, such as {spec.name}; "
                                "give dp=2 or more, precision='mixed-bf16', tp=1 and cp=1 to compile, no fp8, or "
                                "stack='transformers'")  # fmt: skip

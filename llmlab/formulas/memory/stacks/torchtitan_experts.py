@@ -53,19 +53,19 @@ def forward(share: Share) -> tuple[Height, ...]:
     given and returned, and that in the tokens' order, until it returns."""
     chosen = share.spec.experts_per_token
     sums, last = Kept("bmm: its output", "temporaries", "h", "fp32", "whole"), "bmm: what experts returned, in fp32"
-    kept: tuple[Kept, ...] = ()
+    rows: tuple[Kept, ...] = ()
     if share.recomputes_last:
-        kept = (
+        rows = (
             Kept("h", "temporaries", "h", "stream", "tokens"),
             Kept("gate: its input", "linear inputs", "h", "product", "whole"),
         )
-        found = [Height((), (*kept, *_held(share), Kept(last, "mlp", "h", "fp32", "whole", chosen), sums))]
+        heights = [Height((), (*rows, *_held(share), Kept(last, "mlp", "h", "fp32", "whole", chosen), sums))]
     else:
-        found = [Height((), (*_held(share), sums, _of("out_experts", "h")))]
+        heights = [Height((), (*_held(share), sums, _of("out_experts", "h")))]
     if own_unit(share.run):
         # With zero=2 the weights are not the block's alone.
-        found.append(Height((last,), (*kept, *_sending(share), _weights(share, share.run.zero == 3))))
-    return tuple(found)
+        heights.append(Height((last,), (*rows, *_sending(share), _weights(share, share.run.zero == 3))))
+    return tuple(heights)
 
 
 def _sending(share: Share) -> tuple[Kept, ...]:
@@ -100,7 +100,7 @@ def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
     there = (_weights(share),) if own else ()
     ahead = there if run.checkpointing or own_ranks(run) > 1 or run.zero == 2 else ()
     of_copies = Kept("gradient of bmm's copies", "temporaries", "h", "fp32", "whole", chosen)
-    found = [
+    heights = [
         Height((), (stream, *ahead, whole, of_copies)),
         Height(
             (*copies, "w2: its input"),
@@ -119,13 +119,13 @@ def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
         ),
     ]
     if run.checkpointing:
-        found.append(Height((), (stream, *ahead, whole, *again)))
+        heights.append(Height((), (stream, *ahead, whole, *again)))
     if run.checkpointing and own:  # the output of the all-gather, too, until the experts have returned
         output = _weights(share, own_ranks(run) > 1 and run.zero == 3)
-        found.append(Height(copies, (stream, whole, *_sending(share), *there, output)))
+        heights.append(Height(copies, (stream, whole, *_sending(share), *there, output)))
     if own:
-        found.append(Height(operators[1:], (stream, _of("routed_input", "h", chosen), reduced(share, True))))
-    return tuple(found)
+        heights.append(Height(operators[1:], (stream, _of("routed_input", "h", chosen), reduced(share, True))))
+    return tuple(heights)
 
 
 def _weights(share: Share, times: float = 1) -> Kept:

@@ -148,9 +148,9 @@ def _compiled(stream: Kept, adapted: bool, dropout: bool) -> tuple[Height, ...]:
     are summed with those of the layer beside it. What w2 was dequantized to is gone by then; of few tokens it is more
     than they are. With dropout one gradient is written over what the forward kept."""
     read = ("w2: its input", "w2: its input, dropped out")
-    given = _of("w2's input, of the layer and of its adapter", "f", 1 + adapted)
+    adapter_input = _of("w2's input, of the layer and of its adapter", "f", 1 + adapted)
     made = _of("w2's input, w1 and w3, of the layers and of their adapters", "f", 6 - dropout if adapted else 2)
-    return (Height(read, (stream, given), ("down_proj",)),
+    return (Height(read, (stream, adapter_input), ("down_proj",)),
             Height((*read, "down_proj: dequantized"), (stream, made), ("down_proj",)))  # fmt: skip
 
 

@@ -8,16 +8,16 @@ from ....specs.model import ModelSpec
 from ....specs.run import Training
 from ....specs.stacks import DeepSpeed
 
-# An update by its optimizers, in operators (benchmarks/deepspeed_hooks.py, DeepSpeed 0.19.8): for each parameter, which
-# they loop over to look for overflow, to copy its gradient and to take its norm, although the update itself is of
+# An update by its optimizers, in operators (benchmarks/time/deepspeed_hooks.py, DeepSpeed 0.19.8): for each parameter,
+# which they loop over to look for overflow, to copy its gradient and to take its norm, although the update itself is of
 # joined tensors; and besides. By stage.
 JOINED = {0: (4.9, 41), 1: (3.0, 65), 2: (3.1, 55), 3: (3.1, 72)}
 
 
 def update(spec: ModelSpec, run: Training, tensors: float) -> float:
     """Return as many operators as take as long as an update of so many trained `tensors`."""
-    each, besides = JOINED[run.zero]
-    return besides + each * tensors
+    per_parameter, besides = JOINED[run.zero]
+    return besides + per_parameter * tensors
 
 
 def messages(run: Training, elements: float, matrices: int) -> tuple[int, int, float]:
@@ -34,5 +34,5 @@ def messages(run: Training, elements: float, matrices: int) -> tuple[int, int, f
     alone = elements / matrices > options.reduce_bucket_size
     scatters = 2 * matrices if alone else ceil(elements / options.reduce_bucket_size)
     # A matrix is used again after all that follow it in the block, twice.
-    kept = min(1.0, options.stage3_max_reuse_distance / (2 * elements))
-    return gathers, scatters, 1 - kept if run.checkpointing else 0.0
+    resident_share = min(1.0, options.stage3_max_reuse_distance / (2 * elements))
+    return gathers, scatters, 1 - resident_share if run.checkpointing else 0.0

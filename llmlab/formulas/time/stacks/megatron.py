@@ -16,7 +16,8 @@ from ..traffic import Pass, cast
 # As many operators take as long as what a step has beside micro-batches (85 to 155): reducing gradients, their norm and
 # its bounds, what ranks tell each other; and as each parameter, whose gradient is set to zero (0.15 to 0.27), and that
 # is updated by half weights' own optimizer (2.5 to 3.0) or the distributed one (3.2 to 4.0): lists of it for the norm,
-# for clipping and for Adam, and copies from its gradient and back to its half weight (benchmarks/megatron_host.py).
+# for clipping and for Adam, and copies from its gradient and back to its half weight
+# (benchmarks/time/megatron_host.py).
 STEPPED, CLEARED, MASTERED = 110, 0.2, {0: 2.6, 1: 3.5}
 # Operator by operator, of the width of the result. transformer/mlp.py: SiLU, the other half and an offset, a product;
 # backward two products, SiLU's, and a copy of both gradients. models/common/embeddings/rope_utils.py: two products, a
@@ -43,9 +44,10 @@ def block(share: Share) -> float:
     stack, Q, K = Megatron.of(run), spec.query_width, spec.key_width
     dropped = Pass(1, 2 * c + 1) if spec.dropout else Pass(0, 0)
     norms = spec.norms_per_layer
-    biased = [each for each in spec.block_linears if each.bias]
+    biased = [linear for linear in spec.block_linears if linear.bias]
     rows, columns = (
-        c * sum(each.outputs * each.count for each in biased if (each.name in ROW_PARALLEL) is row) / spec.layers
+        c * sum(linear.outputs * linear.count for linear in biased if (linear.name in ROW_PARALLEL) is row)
+        / spec.layers
         for row in (True, False)
     )
     width, turned = spec.token_mlp_width * c, c * (Q + K)
@@ -54,13 +56,13 @@ def block(share: Share) -> float:
     if spec.gated and not stack.bias_swiglu_fusion:
         biases = 2 * inputs if spec.mlp_bias else 0
         activated = Pass((UNFUSED_SWIGLU.forward + biases) * width, UNFUSED_SWIGLU.backward * width)
-    each = Pass(0, 0) if spec.learned_positions else Pass(2, 2) if stack.rotates_at_once else UNFUSED_ROTATION
+    rotation = Pass(0, 0) if spec.learned_positions else Pass(2, 2) if stack.rotates_at_once else UNFUSED_ROTATION
     joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
     forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
     backward = spec.hidden * (norms * (2 * r + c) + 2 * (3 * r + dropped.backward)) + rows
     divided = run.tp if run.sequence_parallel else 1
-    forward = forward / divided + (each.forward * turned + activated.forward) / run.tp
-    backward = backward / divided + (each.backward * turned + joined + activated.backward + columns) / run.tp
+    forward = forward / divided + (rotation.forward * turned + activated.forward) / run.tp
+    backward = backward / divided + (rotation.backward * turned + joined + activated.backward + columns) / run.tp
     again = whole_again(spec, run)
     repeated, scores = again * forward, 0.0
     if module_again(run, "mlp"):
@@ -91,9 +93,9 @@ def mastered(spec: ModelSpec, run: Training, tensors: float) -> float:
     """Return how many of the trained `tensors` a rank updates: all of its own, or with the distributed optimizer those
     in its share of each bucket of gradients, at least a part of one. Buckets have 40 million numbers, or a million for
     each rank, and are one where their reduction is not overlapped (core/distributed/distributed_data_parallel.py)."""
-    held, ranks = tensors / run.pp, run.dp * run.cp
+    local, ranks = tensors / run.pp, run.dp * run.cp
     if not run.zero:
-        return held
+        return local
     size = max(40e6, 1e6 * ranks)
     buckets = ceil(spec.parameters / run.tp / run.pp / size) if Megatron.of(run).overlap_grad_reduce else 1
-    return min(held, held / ranks + buckets)
+    return min(local, local / ranks + buckets)

@@ -1,0 +1,497 @@
+"""What other people's scripts load and this machine lacks: configs, a tokenizer, a hundred rows of data.
+
+    python -m benchmarks.scripts.standins --clones DIR --work DIR
+
+Everything is made here, from the repositories in --clones, and from the package's own text. No weights: `llmlab run`
+makes those from a config. Files without values, which take no room on a disk, stand in where a library reads a
+checkpoint by itself. Data that a script looks for beside itself goes there, into the clones; no script is changed.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Mapping
+from itertools import chain, islice, product
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from llmlab.data import corpus
+
+ROWS = 128
+END = "<|endoftext|>"
+CHAT = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # as tiktoken names them
+REVISION = "0" * 40
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+
+QWEN2 = {
+    "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768, "rope_theta": 1e6,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"],
+}  # fmt: skip
+QWEN2_1B = {**QWEN2, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+ROBERTA = {
+    "model_type": "roberta", "vocab_size": 50265, "hidden_size": 1024, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514, "type_vocab_size": 1,
+}  # fmt: skip
+LLAMA_7B = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
+    "torch_dtype": "float16", "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+OPT_350M = {
+    "model_type": "opt", "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "word_embed_proj_dim": 512, "do_layer_norm_before": False, "torch_dtype": "float16",
+    "architectures": ["OPTForCausalLM"],
+}  # fmt: skip
+OPT_6B = {
+    "model_type": "opt", "hidden_size": 4096, "ffn_dim": 16384, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "word_embed_proj_dim": 4096, "torch_dtype": "float16", "architectures": ["OPTForCausalLM"],
+}  # fmt: skip
+BERT = {"model_type": "bert", "vocab_size": 50257, "architectures": ["BertForMaskedLM"]}
+MODERNBERT = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+GPT2_XL = {**GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25}
+SMOLLM2_360M = {
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
+    "num_attention_heads": 15, "num_key_value_heads": 5, "max_position_embeddings": 8192, "rope_theta": 1e5,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+T5_BASE = {
+    "model_type": "t5", "vocab_size": 50300, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12,
+    "decoder_start_token_id": 0, "architectures": ["T5ForConditionalGeneration"],
+}  # fmt: skip
+MODELS = {
+    "openai-community/gpt2": GPT2, "gpt2": GPT2, "gpt2-xl": GPT2_XL,
+    "facebook/opt-350m": OPT_350M, "facebook/opt-6.7b": OPT_6B,
+    "Qwen/Qwen2-0.5B": QWEN2, "Qwen/Qwen2-0.5B-Instruct": QWEN2, "Qwen/Qwen2.5-0.5B": QWEN2,
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN2_1B,
+    "google-bert/bert-base-cased": BERT, "bert-base-cased": BERT,
+    "FacebookAI/roberta-large": ROBERTA, "roberta-large": ROBERTA,
+    "answerdotai/ModernBERT-base": MODERNBERT, "distilbert-base-uncased": {"model_type": "distilbert"},
+    "huggyllama/llama-7b": LLAMA_7B, "meta-llama/Llama-2-7b-hf": LLAMA_7B, "google-t5/t5-base": T5_BASE,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2_360M,
+}  # fmt: skip
+
+
+class StandIns:
+    """Makes them under `work`, and beside the scripts of `clones`."""
+
+    def __init__(self, clones: Path, work: Path) -> None:
+        self.clones, self.work, self.data = clones, work, work / "data"
+        self.text = corpus()
+        self.paragraphs = [" ".join(each.split()) for each in self.text.split("\n\n") if len(each) > 80]
+        self.data.mkdir(parents=True, exist_ok=True)
+
+    def make(self) -> None:
+        """Make all; parts of repositories that are not there are passed over."""
+        self.tokenizer()
+        for name, config in MODELS.items():
+            folder = self.model(name, config)
+            if config is LLAMA_7B:
+                self.sentencepiece(folder / "tokenizer.model")
+        self.rows()
+        self.pictures()
+        self.stable_diffusion()
+        beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.torchao, self.lightning, self.deepspeed)
+        for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm):
+            try:
+                part()
+            except (FileNotFoundError, ImportError) as missing:
+                print(f"{part.__name__}: passed over, {missing}")
+
+    def paragraph(self, number: int) -> str:
+        return self.paragraphs[number % len(self.paragraphs)]
+
+    # ---- models and tokenizers
+
+    def tokenizer(self) -> None:
+        """Make GPT-2's tokenizer, for transformers and for tiktoken."""
+        from transformers import GPT2TokenizerFast
+
+        source = self.clones / "LLMs-from-scratch/ch02/02_bonus_bytepair-encoder/gpt2_model"
+        folder, cache = self.work / "tokenizer", self.work / "tiktoken"
+        for each in (folder, cache):
+            each.mkdir(parents=True, exist_ok=True)
+        for name, there in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+            shutil.copy(source / name, folder / there)
+            shutil.copy(source / name, cache / hashlib.sha1((GPT2_FILES + name).encode()).hexdigest())
+        made = GPT2TokenizerFast.from_pretrained(folder)
+        made.add_special_tokens({"pad_token": END, "mask_token": END, "sep_token": END, "cls_token": END})
+        made.chat_template = CHAT
+        made.save_pretrained(folder)
+        for name, there in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):  # for those who read these
+            shutil.copy(source / name, folder / there)
+
+    def sentencepiece(self, path: Path) -> None:
+        """Make a tokenizer of the kind that Llama 1 and 2 had."""
+        try:
+            import sentencepiece
+        except ImportError:
+            print("tokenizer.model: passed over, sentencepiece is not installed")
+            return
+        made = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(self.paragraphs), model_writer=made, vocab_size=4000, model_type="bpe",
+            byte_fallback=True, minloglevel=2,
+        )  # fmt: skip
+        path.write_bytes(made.getvalue())
+
+    def model(self, name: str, config: Mapping[str, Any]) -> Path:
+        """Put a config and the tokenizer into Hugging Face's cache; return the folder."""
+        entry = self.work / "huggingface" / "hub" / f"models--{name.replace('/', '--')}"
+        folder = entry / "snapshots" / REVISION
+        folder.mkdir(parents=True, exist_ok=True)
+        (entry / "refs").mkdir(exist_ok=True)
+        (entry / "refs" / "main").write_text(REVISION)
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        shutil.copytree(self.work / "tokenizer", folder, dirs_exist_ok=True)
+        return folder
+
+    # ---- data
+
+    def rows(self) -> None:
+        """Write the rows that scripts load from data sets by name, and those that they read from files."""
+        from datasets import ClassLabel, Dataset, Features, Value
+
+        def say(role: str, number: int, times: int = 1) -> dict[str, str]:
+            return {"role": role, "content": self.paragraph(number) * times}
+
+        p, numbers = self.paragraph, range(ROWS)
+        sets: dict[str, list[dict[str, Any]]] = {
+            "text": [{"text": p(i) + "\n"} for i in range(5 * ROWS)],
+            "messages": [{"messages": [say("user", i), say("assistant", i + 1, 3)]} for i in numbers],
+            "preferences": [
+                {"chosen": [say("user", i), say("assistant", i + 1, 2)],
+                 "rejected": [say("user", i), say("assistant", i + 2)]} for i in numbers
+            ],
+            "kto": [
+                {"prompt": [say("user", i)], "completion": [say("assistant", i + 1)], "label": i % 2 == 0}
+                for i in numbers
+            ],
+            "prompts": [{"prompt": [say("user", i)]} for i in numbers],
+            "conversations": [{"conversations": [say("user", i), say("assistant", i + 1)]} for i in numbers],
+            "alpaca": [
+                {"instruction": p(i)[:200], "input": "", "output": p(i + 1)[:300], "text": p(i)} for i in numbers
+            ],
+            "quotes": [{"quote": p(i), "author": "-", "tags": ["a"]} for i in numbers],
+            "reward": [
+                {"prompt": "Human: " + p(i), "response": p(i + 1), "chosen": p(i + 1), "rejected": p(i + 2)}
+                for i in numbers
+            ],
+        }  # fmt: skip
+        test = 4096  # rows of MMLU that Liger's example keeps to test by
+        sets["mmlu"] = [
+            {"train": {"question": p(i)[:200], "choices": [p(i + each)[:40] for each in range(4)], "answer": i % 4,
+                       "subject": ""}}
+            for i in range(test + 5 * ROWS)
+        ]  # fmt: skip
+        for name, rows in sets.items():
+            (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (self.data / "alpaca.json").write_text(json.dumps(sets["alpaca"]))
+        names = ClassLabel(names=["not_equivalent", "equivalent"])
+        features = Features(
+            {"sentence1": Value("string"), "sentence2": Value("string"), "label": names, "idx": Value("int32")}
+        )
+        pairs = [{"sentence1": p(i)[:120], "sentence2": p(i + 1)[:120], "label": i % 2, "idx": i} for i in numbers]
+        Dataset.from_list(pairs, features=features).to_parquet(str(self.data / "mrpc.parquet"))
+        (self.data / "txt").mkdir(exist_ok=True)
+        for name in ("a", "b"):
+            (self.data / "txt" / f"{name}.txt").write_text(self.text)
+        automatic = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+        zero = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, **automatic}
+        (self.data / "zero2.json").write_text(json.dumps(zero))
+
+    def pictures(self) -> None:
+        """Write pictures of noise: two classes in two splits, the same with captions, and MNIST's files."""
+        from datasets import Dataset, Features, Image, List, Value
+        from PIL import Image as Picture
+
+        noise = np.random.default_rng(0)
+        captions = []
+        for split in ("train", "val"):
+            for kind in ("cat", "dog"):
+                folder = self.data / "pictures" / split / kind
+                folder.mkdir(parents=True, exist_ok=True)
+                for i in range(ROWS // 2):
+                    Picture.fromarray(noise.integers(0, 255, (72, 72, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        captioned = self.data / "captioned"
+        captioned.mkdir(exist_ok=True)
+        for i in range(ROWS // 4):
+            Picture.fromarray(noise.integers(0, 255, (512, 512, 3), dtype=np.uint8)).save(captioned / f"{i}.png")
+            captions.append({"file_name": f"{i}.png", "text": self.paragraph(i)[:60]})
+        (captioned / "metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
+        self._mnist(self.data / "MNIST" / "raw", noise)
+        asked = [{"images": [str(self.data / f"pictures/train/cat/{i % (ROWS // 2)}.png")],
+                  "texts": [{"user": self.paragraph(i)[:60], "assistant": self.paragraph(i + 1)[:200]}]}
+                 for i in range(50_000 + 8 * ROWS)]  # fmt: skip  # nanoVLM keeps 50,000 for itself
+        turn = {"user": Value("string"), "assistant": Value("string")}
+        features = Features({"images": List(Image()), "texts": List(turn)})
+        Dataset.from_list(asked, features=features).to_parquet(str(self.data / "questions.parquet"))
+
+    def _mnist(self, folder: Path, noise: np.random.Generator) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, number in (("train", 4 * ROWS), ("t10k", ROWS)):
+            pixels = noise.integers(0, 255, number * 28 * 28, dtype=np.uint8).tobytes()
+            labels = noise.integers(0, 9, number, dtype=np.uint8).tobytes()
+            images = struct.pack(">IIII", 2051, number, 28, 28)
+            (folder / f"{split}-images-idx3-ubyte").write_bytes(images + pixels)
+            (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, number) + labels)
+
+    # ---- what scripts look for beside themselves
+
+    def karpathy(self) -> None:
+        """Tokens for nanoGPT, build-nanogpt, llm.c and modded-nanogpt, text for minGPT."""
+        letters = sorted(set(self.text))
+        at = {letter: number for number, letter in enumerate(letters)}
+        ids = np.array([at[letter] for letter in self.text], dtype=np.uint16)
+        folder = self.clones / "nanoGPT/data/shakespeare_char"
+        ids[: -len(ids) // 10].tofile(folder / "train.bin")
+        ids[-len(ids) // 10 :].tofile(folder / "val.bin")
+        meta = {"vocab_size": len(letters), "itos": dict(enumerate(letters)), "stoi": at}
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+        (self.clones / "minGPT/projects/chargpt/input.txt").write_text(self.text)
+        tokens = self._tokens(4_000_000)
+        shards = self.clones / "build-nanogpt/edu_fineweb10B"
+        shards.mkdir(exist_ok=True)
+        for name in ("train_000001", "val_000000"):
+            np.save(shards / f"edufineweb_{name}.npy", tokens)
+        hellaswag = self.clones / "build-nanogpt/hellaswag"
+        hellaswag.mkdir(exist_ok=True)
+        lines = [
+            {"ctx": self.paragraph(i)[:80], "label": i % 4, "endings": [self.paragraph(i + k)[:60] for k in range(4)]}
+            for i in range(ROWS)
+        ]
+        (hellaswag / "hellaswag_val.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        header = np.zeros(256, dtype=np.int32)  # of llm.c's files: a magic number, a version, the number of tokens
+        header[:3] = 20240520, 1, len(tokens)
+        muon = "modded-nanogpt/records/track_1_short/2024-10-10_Muon/data/fineweb10B"
+        for place in ("llm.c/data/fineweb10B", "modded-nanogpt/data/fineweb10B", muon):
+            (self.clones / place).mkdir(parents=True, exist_ok=True)
+            for split in ("train", "val"):
+                file = self.clones / place / f"fineweb_{split}_000001.bin"
+                file.write_bytes(header.tobytes() + tokens.tobytes())
+
+    def _tokens(self, number: int) -> np.ndarray:
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(self.work / "tiktoken")
+        import tiktoken
+
+        ids = np.array(tiktoken.get_encoding("gpt2").encode(self.text[:200_000]), dtype=np.uint16)
+        return np.resize(ids, number)
+
+    def raschka(self) -> None:
+        """Books, and instructions."""
+        chapters = self.clones / "LLMs-from-scratch"
+        for place in ("ch05/01_main-chapter-code", "ch05/10_llm-training-speed"):
+            shutil.copy(chapters / "ch02/01_main-chapter-code/the-verdict.txt", chapters / place)
+            (chapters / place / "middlemarch.txt").write_text((self.text * 4)[:1_800_000])
+        for split in ("train", "validation", "test"):
+            with (chapters / f"ch06/03_bonus_imdb-classification/{split}.csv").open("w", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(("text", "label"))
+                rows.writerows((self.paragraph(i), i % 2) for i in range(ROWS))
+
+    def pytorch(self) -> None:
+        """WikiText for the word-level model, and MNIST."""
+        folder = self.clones / "examples/word_language_model/data/wikitext-2"
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, characters in (("train", 60_000), ("valid", 20_000), ("test", 20_000)):
+            (folder / f"{split}.txt").write_text(self.text[:characters])
+        shutil.copytree(self.data / "MNIST", self.clones / "examples/data/MNIST", dirs_exist_ok=True)
+
+    def titan(self) -> None:
+        """The web's text for each torchtitan, and a tokenizer as large as Llama 3's, from which one takes its model's
+        size: single bytes, pairs, and as many triples as are missing."""
+        for clone in self.clones.glob("torchtitan-*"):
+            crawled = clone / "tests/assets/c4_test"
+            crawled.mkdir(parents=True, exist_ok=True)
+            (crawled / "data.json").write_text("\n".join(json.dumps({"text": each}) for each in self.paragraphs))
+        words = chain.from_iterable(product(range(256), repeat=length) for length in (1, 2, 3))
+        tokens = (base64.b64encode(bytes(word)).decode() for word in islice(words, 128_000))
+        (self.data / "llama3.model").write_text("\n".join(f"{token} {rank}" for rank, token in enumerate(tokens)))
+
+    def torchao(self) -> None:
+        """TinyStories' tokens, which the script holds on the card, as zeros: the file of stories has 2,228 MB, of which
+        a vocabulary of 32,000 makes a token of about 4.1 bytes."""
+        for folder in self.clones.glob("ao/benchmarks/quantized_training"):
+            with (folder / "tinystories.bin").open("wb") as tokens:
+                tokens.truncate(2 * 543_000_000)  # uint16
+
+    def lightning(self) -> None:
+        """MNIST, and WikiText for the two language models."""
+        shutil.copytree(self.data / "MNIST", self.clones / "pl/Datasets/MNIST", dirs_exist_ok=True)
+        for place in ("fabric/language_model", "pytorch/basics"):
+            folder = self.clones / "pl/examples" / place / "data"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "wikitext-2.txt").write_text(self.text)
+
+    def deepspeed(self) -> None:
+        """CIFAR-10's six files of pictures, and the names of what is on them."""
+        folder = self.clones / "DeepSpeedExamples/training/cifar/data/cifar-10-batches-py"
+        folder.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(0)
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+            pixels = noise.integers(0, 255, (ROWS, 3 * 32 * 32), dtype=np.uint8)
+            (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [i % 10 for i in range(ROWS)]}))
+        (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(number) for number in range(10)]}))
+
+    def litgpt(self) -> None:
+        """A checkpoint folder of litgpt, whose tensors are one number each, spread out."""
+        from dataclasses import asdict
+
+        import yaml
+        from litgpt.config import Config
+        from litgpt.model import GPT
+
+        folder = self.data / "litgpt/EleutherAI/pythia-160m"
+        folder.mkdir(parents=True, exist_ok=True)
+        config = Config.from_name("pythia-160m")
+        (folder / "model_config.yaml").write_text(yaml.dump(asdict(config)))
+        with torch.device("meta"):
+            model = GPT(config).to(torch.bfloat16)
+        state = {
+            name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in model.state_dict().items()
+        }
+        torch.save(state, folder / "lit_model.pth")
+        shutil.copytree(self.work / "tokenizer", folder, dirs_exist_ok=True)
+
+    def nanochat(self) -> None:
+        """nanochat's tokenizer and shards of text."""
+        import sys
+
+        import pyarrow
+        from pyarrow import parquet
+
+        sys.path.insert(0, str(self.clones / "nanochat"))
+        from nanochat.tokenizer import RustBPETokenizer
+
+        folder = self.data / "nanochat"
+        shards = folder / "base_data_climbmix"
+        shards.mkdir(parents=True, exist_ok=True)
+        made = RustBPETokenizer.train_from_iterator(iter([self.text]), 2048)
+        made.save(str(folder / "tokenizer"))
+        torch.save(torch.ones(made.get_vocab_size(), dtype=torch.int32), folder / "tokenizer" / "token_bytes.pt")
+        texts = [self.text[i : i + 2000] for i in range(0, len(self.text), 2000)]
+        for number in range(2):
+            table = pyarrow.table({"text": texts * 2})
+            parquet.write_table(table, shards / f"shard_{number:05d}.parquet", row_group_size=256)
+
+    def tune(self) -> None:
+        """A checkpoint of Qwen2 0.5B, which torchtune reads by itself."""
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        folder = self.data / "Qwen2-0.5B"
+        shutil.copytree(self.model("Qwen/Qwen2-0.5B", QWEN2), folder, dirs_exist_ok=True)
+        with torch.device("meta"):
+            model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in QWEN2.items() if k != "torch_dtype"}))
+        without_values({k: v for k, v in model.to(torch.bfloat16).state_dict().items() if k != "lm_head.weight"},
+                       folder / "model.safetensors")  # fmt: skip
+
+    def nanovlm(self) -> None:
+        """The two models of nanoVLM, which it reads by itself."""
+        from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+        looks = SiglipVisionConfig(image_size=512, patch_size=16)
+        speaks = LlamaConfig(**{k: v for k, v in SMOLLM2_360M.items() if k != "torch_dtype"})
+        with torch.device("meta"):
+            models = {
+                "google/siglip2-base-patch16-512": SiglipVisionModel(looks),
+                "HuggingFaceTB/SmolLM2-360M-Instruct": LlamaForCausalLM(speaks).to(torch.bfloat16),
+            }
+        for name, model in models.items():
+            folder = self.model(name, model.config.to_dict())
+            before = "vision_model." if "siglip" in name else ""  # on the hub, as in transformers before 5
+            state = {before + key.removeprefix(before): value for key, value in model.state_dict().items()}
+            without_values(state, folder / "model.safetensors")
+
+    def stable_diffusion(self) -> None:
+        """Stable Diffusion 1's folder, and its decoder under a name of the hub."""
+        try:
+            from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+        except ImportError as missing:
+            print(f"stable_diffusion: passed over, {missing}")
+            return
+        from transformers import CLIPTextConfig
+
+        folder = self.data / "stable-diffusion"
+        width = [128, 256, 512, 512]
+        with torch.device("meta"):
+            unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
+            decoder = AutoencoderKL(
+                down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+                block_out_channels=width, layers_per_block=2, latent_channels=4, sample_size=512,
+            )  # fmt: skip
+        by_name = self.model("stabilityai/sd-vae-ft-ema", {})
+        for model, place in ((unet, folder / "unet"), (decoder, folder / "vae"), (decoder, by_name)):
+            model.save_config(place)
+            without_values(model.state_dict(), place / "diffusion_pytorch_model.safetensors")
+        wide = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 49408}
+        CLIPTextConfig(**wide, architectures=["CLIPTextModel"]).save_pretrained(folder / "text_encoder")
+        DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear").save_config(
+            folder / "scheduler"
+        )
+        self._clip_tokenizer(folder / "tokenizer")
+        parts = {
+            "unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"],
+            "text_encoder": ["transformers", "CLIPTextModel"], "tokenizer": ["transformers", "CLIPTokenizer"],
+            "scheduler": ["diffusers", "DDPMScheduler"],
+        }  # fmt: skip
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **parts}))
+
+    def _clip_tokenizer(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        letters = [chr(number) for number in range(33, 127)]
+        words = [*letters, *(letter + "</w>" for letter in letters), "ab"]
+        vocabulary = {word: number for number, word in enumerate(words)}
+        vocabulary |= {"<|startoftext|>": 49406, END: 49407}
+        (folder / "vocab.json").write_text(json.dumps(vocabulary))
+        (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+        settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": "<|startoftext|>",
+                    "eos_token": END, "unk_token": END, "pad_token": END}  # fmt: skip
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def without_values(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a checkpoint whose values are a hole in the file: zeros, which take no room."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in state.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+@click.command()
+@click.option("--clones", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
+@click.option("--work", type=click.Path(path_type=Path, file_okay=False), required=True)
+def main(clones: Path, work: Path) -> None:
+    """Make the stand-ins."""
+    StandIns(clones.resolve(), work.resolve()).make()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Sequences of several lengths: batches that are padded to their longest one, the worst of them, and when it comes."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, exp, lgamma
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import SpecError
+from ..base.tables import Table, Tabular
+from ..base.units import show_bytes
+from ..hardware.gpu import GPU
+from ..hardware.gpu import gpu as find_gpu
+from ..hardware.links import Cluster
+from ..report import Report
+from ..specs.model import ModelLike
+from ..specs.model import model as find_model
+from ..specs.run import Training
+from .levers import derived
+
+SHARES = {"median": 0.5, "90th percentile": 0.9, "99th percentile": 0.99}  # of batches, whose lengths the table shows
+TRIAL = 100  # updates that people try before they start a long run
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """A batch padded to `length` tokens: `shorter`, the share of batches that are at most as long, and its estimate."""
+
+    name: str
+    length: int
+    shorter: float
+    report: Report
+
+
+@dataclass(frozen=True, repr=False)
+class Lengths(Tabular):
+    """What training on sequences of several lengths needs: `batches` from the median to the worst, on one GPU.
+
+    `longest_fitting` is the longest length whose batches are sure to fit, None if none is or no GPU was given. `longer`
+    sequences of `sequences` are longer; in random order the first of them comes in update `first_update` on average,
+    and within the first 100 updates with the probability `within_trial`. Every epoch has them all.
+    """
+
+    batches: tuple[PaddedBatch, ...]
+    sequences: int
+    micro_batch: int
+    longest_fitting: int | None
+    longer: int
+    first_update: int
+    within_trial: float
+
+    @property
+    def worst(self) -> Report:
+        """The estimate of the batch that has the longest sequence."""
+        return self.batches[-1].report
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values, sizes in bytes."""
+        batches = [{"name": batch.name, "length": batch.length, "shorter": batch.shorter,
+                    "report": batch.report.to_dict()} for batch in self.batches]  # fmt: skip
+        names = ("sequences", "micro_batch", "longest_fitting", "longer", "first_update", "within_trial")
+        return {"batches": batches, **{name: getattr(self, name) for name in names}}
+
+    def _table(self) -> Table:
+        rows = [
+            (each.name, f"{each.length:,}", f"{each.shorter:.1%}", show_bytes(each.report.peak_allocated),
+             show_bytes(each.report.needed), each.report.outcome) for each in self.batches
+        ]  # fmt: skip
+        header = ("batch", "tokens per sequence", "batches up to it", "peak allocated", "memory needed", "outcome")
+        title = f"{self.worst.title}: {self.sequences:,} sequences in batches of {self.micro_batch}, padded"
+        return Table(header, rows, title, "\n".join(self._sentences()), (0, 5))
+
+    def _sentences(self) -> list[str]:
+        longest = f"The longest sequence has {self.batches[-1].length:,} tokens, and every epoch has its batch once."
+        if self.longest_fitting is None or not self.longer:
+            return [longest]
+        return [
+            longest,
+            f"{self.longer:,} of {self.sequences:,} sequences are longer than {self.longest_fitting:,} tokens, the "
+            "longest that are sure to fit. In random order, the first of them comes in update "
+            f"{self.first_update:,} on average. A trial of {TRIAL} updates meets one with a probability of "
+            f"{self.within_trial:.0%}.",
+        ]
+
+    def __repr__(self) -> str:
+        return f"<Lengths: {self.sequences:,} sequences, up to {self.batches[-1].length:,} tokens>"
+
+
+def read_lengths(path: str | Path) -> list[int]:
+    """Return the lengths in a file: one whole number per line, or a JSON list of them."""
+    text = Path(path).read_text("utf-8", errors="replace").strip()
+    try:
+        found = json.loads(text) if text.startswith("[") else [int(line) for line in text.split()]
+    except ValueError as error:
+        raise SpecError(f"{path} holds no lengths ({error}); give one whole number per line, or a JSON list") from None
+    if not found or any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in found):
+        raise SpecError(f"{path} must hold whole numbers of tokens from 1 on, one per line or as a JSON list")
+    return found
+
+
+def padded(
+    model: ModelLike, run: Training, gpu: GPU | str | None, lengths: Sequence[int], cluster: Cluster | None = None
+) -> Lengths:
+    """Return what batches of `run.micro_batch` sequences need whose `lengths` vary, each padded to its longest one.
+
+    The sequences are drawn in random order without replacement, as a DataLoader with shuffle=True does. The lengths
+    replace `run.seq_len`. Raises SpecError for fewer sequences than a batch has, and as `estimate` does.
+    """
+    spec, card = find_model(model), gpu if gpu is None or gpu == "cpu" else find_gpu(gpu)
+    ordered = sorted(lengths)
+    total, size = len(ordered), run.micro_batch
+    if total < size:
+        raise SpecError(f"{total} sequences do not fill a batch of {size}; give more lengths or a smaller micro_batch")
+    reports: dict[int, Report] = {}
+
+    def report(length: int) -> Report:
+        if length not in reports:
+            reports[length] = derived(spec, replace(run, seq_len=length), card, cluster)[0]
+        return reports[length]
+
+    def up_to(length: int) -> float:
+        return _share_without(total, total - bisect_right(ordered, length), size)
+
+    distinct = sorted(set(ordered))
+    named = [(name, next(each for each in distinct if up_to(each) >= share)) for name, share in SHARES.items()]
+    fitting = None
+    if card is not None:
+        count = bisect_right(distinct, 0, key=lambda length: report(length).outcome != "fits")
+        fitting = distinct[count - 1] if count else None
+    if fitting is not None and fitting < distinct[-1]:
+        named.append(("longest that fits", fitting))
+    batches = [PaddedBatch(name, length, up_to(length), report(length))
+               for name, length in [*sorted(named, key=lambda item: item[1]), ("worst", distinct[-1])]]  # fmt: skip
+    longer = total - bisect_right(ordered, fitting or 0)
+    per_update = size * run.accumulation * run.dp
+    trial = min(total, TRIAL * per_update)
+    return Lengths(tuple(batches), total, size, fitting, longer, ceil((total + 1) / (longer + 1) / per_update),
+                   1 - _share_without(total, longer, trial))  # fmt: skip
+
+
+def _share_without(total: int, some: int, drawn: int) -> float:
+    """Return the probability that `drawn` of `total`, without replacement, contain none of `some` of them."""
+    if some + drawn > total:
+        return 0.0
+
+    def log_ways(n: int, k: int) -> float:
+        return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
+
+    return min(1.0, exp(log_ways(total - some, drawn) - log_ways(total, drawn)))

@@ -1,0 +1,281 @@
+"""The largest value of one size of a run that fits a GPU, or the smallest GPU on which a run fits.
+
+Candidates are in the order of what they need, the least first. Bisection over estimates finds the last that surely fits
+and the first that surely does not; simulations decide between the two.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from ..base.errors import NotAvailable, SpecError
+from ..base.notes import Note, notes_to_json
+from ..base.tables import Table, Tabular
+from ..base.terms import Outcome
+from ..base.units import show_bytes, show_seconds
+from ..formulas.verdict import Verdict, fully_used
+from ..hardware.gpu import GPU, gpus
+from ..report import Report
+from ..specs.check import check
+from ..specs.images import images_of
+from ..specs.model import ModelSpec
+from ..specs.run import Inference, Run, Training
+from .confirm import MARGIN, simulated_run, with_margin
+from .levers import derived, fix
+
+# What can be asked for: its name in a sentence, and its unit.
+SIZES = {
+    "seq_len": ("longest sequence", "tokens"), "micro_batch": ("largest micro-batch", "sequences"),
+    "batch": ("largest batch", "prompts"), "lora_rank": ("largest LoRA rank", ""), "gpu": ("smallest GPU", ""),
+}  # fmt: skip
+TOKENS = 128  # by which sequences are varied
+MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20
+# Simulations try every 32nd part of the value: finer steps are less than a plan leaves free.
+FINE = 32
+
+
+@dataclass(frozen=True, repr=False)
+class Trial:
+    """One value with its run: the estimate, the simulation if there was one, whether it fits, and the bytes of the GPU
+    that its process leaves free (None if it does not fit)."""
+
+    value: int | str
+    report: Report
+    simulation: Report | None
+    outcome: Outcome
+    left: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        simulation = self.simulation.to_dict() if self.simulation else None
+        return {"value": self.value, "outcome": self.outcome, "left": self.left, "report": self.report.to_dict(),
+                "simulation": simulation}  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class Solution(Tabular):
+    """The answer of `lab.solve`: `best` is the value that fits, None if there is none, and `over` the next that was
+    found not to fit, if any. `name` is what was asked for; `notes` say what limits the answer, and what would help."""
+
+    name: str
+    best: Trial | None
+    over: Trial | None
+    notes: tuple[Note, ...]
+
+    @property
+    def value(self) -> int | str | None:
+        """The value that fits: a size, or the name of a GPU; None if nothing fits."""
+        return self.best.value if self.best else None
+
+    @property
+    def run(self) -> Run | None:
+        """The run with the value that fits; None if nothing fits."""
+        return self.best.report.run if self.best else None
+
+    @property
+    def outcome(self) -> Outcome:
+        """ "fits" if there is a value that fits, "out of memory" if not even the smallest does, else "unknown"."""
+        return self.best.outcome if self.best else self.over.outcome if self.over else "unknown"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values; sizes are bytes."""
+        trials = {name: trial and trial.to_dict() for name, trial in (("best", self.best), ("over", self.over))}
+        return {"name": self.name, "value": self.value, "outcome": self.outcome, **trials,
+                "notes": notes_to_json(self.notes)}  # fmt: skip
+
+    @property
+    def _title(self) -> str:
+        (what, unit), trial = SIZES[self.name], self.best or self.over
+        assert trial
+        where = "" if self.name == "gpu" else f" on {trial.report.gpu}"
+        unit = unit.removesuffix("s") if trial.value == 1 else unit
+        found = f"{_shown(trial.value)} {unit}".strip() if self.best else "none fits"
+        return f"{trial.report.model}{where}, {what}: {found}"
+
+    def _table(self) -> Table:
+        rows = [
+            (
+                _shown(trial.value), show_bytes((trial.simulation or trial.report).peak_allocated),
+                "–" if trial.left is None else show_bytes(trial.left), show_seconds(trial.report.step_seconds),
+                trial.outcome, trial.simulation.source if trial.simulation else trial.report.source,
+            )
+            for trial in (self.best, self.over) if trial
+        ]  # fmt: skip
+        header = (self.name, "peak allocated", "left on the GPU", "time, estimated", "outcome", "by")
+        return Table(header, rows, self._title, "\n".join(self.notes), (0, 4, 5))
+
+    def __repr__(self) -> str:
+        left = f", {show_bytes(self.best.left)} left" if self.best else ""
+        return f"<Solution: {self._title}{left}>"
+
+
+def _shown(value: int | str) -> str:
+    return value if isinstance(value, str) else f"{value:,}"
+
+
+def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: bool = True) -> Solution:
+    """Return the solution of `lab.solve`, without what was assumed of the GPU's name."""
+    values, at = _candidates(spec, run, card, name)
+
+    @cache
+    def estimate(place: int) -> tuple[Report, Verdict]:
+        changed, there = at(values[place])
+        return derived(spec, changed, with_margin(fully_used(there)))
+
+    @cache
+    def simulation(place: int) -> Report:
+        changed, there = at(values[place])
+        if sys.stderr.isatty():  # a large model takes a minute
+            print(f"simulating {name}={_shown(values[place])} on {there.name}", file=sys.stderr)
+        answer = simulated_run(spec.config, changed, fully_used(there))
+        if isinstance(answer, str):
+            raise NotAvailable(answer)
+        return answer
+
+    def trial(place: int, simulated: bool) -> Trial:
+        (report, fit), there = estimate(place), at(values[place])[1]
+        shown = simulation(place) if simulated else None
+        outcome, used = (shown.outcome, shown.process) if shown else (fit.outcome, fit.most)
+        if outcome == "out of memory" and not shown:  # perhaps only for the margin
+            outcome = derived(spec, report.run, there)[1].outcome
+        left = max(0, there.memory - used) if outcome == "fits" and used else None
+        return Trial(values[place], replace(report, capacity=there.memory), shown, outcome, left)
+
+    places, notes = range(len(values)), list[Note]()
+    sure = bisect_left(places, True, key=lambda place: estimate(place)[1].outcome != "fits")
+    out = bisect_left(places, True, lo=sure, key=lambda place: estimate(place)[1].outcome == "out of memory")
+    tried = dict[int, bool]()  # places that were simulated
+    best, over = sure - 1, out if sure or not out else 0
+    if simulate and out:
+        try:
+            best, over = _decided(sure, out, simulation, tried)
+            free = f"Simulations leave {100 * MARGIN:.0f} % of the GPU free"
+            notes.append(Note("margin", f"{free}, because the memory that an allocator reserves differs between runs."))
+        except NotAvailable as error:
+            notes.append(Note("not-simulated", f"Not simulated: {error}."))
+            tried.clear()
+    if not tried and best + 1 < out:
+        between = f"{_shown(values[max(best, 0)])} and {_shown(values[min(out, len(values) - 1)])}"
+        notes.append(Note("near-limit", f"Between {between}, only a simulation can tell."))
+    found = trial(best, best in tried) if best >= 0 else None
+    refused = trial(over, over in tried) if over < len(values) else None
+    if found and not refused:
+        notes.append(_limit(spec, name))
+    if not found:
+        assert refused
+        notes += _ways_out(spec, *at(values[0]), refused, name)
+    return Solution(name, found, refused, tuple(notes))
+
+
+def _decided(
+    sure: int, out: int, simulation: Callable[[int], Report], tried: dict[int, bool]
+) -> tuple[int, int]:
+    """Return the last place that fits by simulation, -1 if none does, and the first after it that does not. By their
+    estimates places below `sure` fit, and those from `out` on do not."""
+    step = max(1, sure // FINE)
+
+    def over(place: int) -> bool:
+        tried[place] = simulation(place).outcome != "fits"
+        return tried[place]
+
+    for among in (range(max(0, sure - 1), out, step), range(0, max(0, sure - 1), step)):
+        fitting = bisect_left(among, True, key=over)
+        if fitting:
+            return among[fitting - 1], among[fitting] if fitting < len(among) else out
+        out = among[0] if among else out
+    return -1, 0
+
+
+def _candidates(
+    spec: ModelSpec, run: Run, card: GPU | None, name: str
+) -> tuple[Sequence[Any], Callable[[Any], tuple[Run, GPU]]]:
+    """Return the values of `name` that can be, the one that needs least first, and what each means: a run on a GPU."""
+    if name not in SIZES:
+        raise SpecError(f"{name!r} cannot be solved for; give one of {', '.join(SIZES)}")
+    if name == "gpu":
+        if card is not None:
+            raise SpecError(f"gpu={card.name!r} was given, and the smallest GPU is asked for; leave one of them out")
+        cards = {each.name: each for each in gpus() if each.vendor == "NVIDIA" and _can_be(spec, run, each)}
+        if not cards:
+            raise SpecError("no GPU of `llmlab gpus` can run this; change its precision or attention")
+        return sorted(cards, key=lambda each: -cards[each].memory), lambda value: (run, cards[value])
+    if card is None:
+        raise SpecError(f"{name} depends on the GPU, and none was given; name one, or ask for 'gpu'")
+    where = card  # which is not None below
+    if name == "seq_len":
+        return _lengths(spec, run), lambda value: (_of_length(run, value), where)
+    if name == "lora_rank":
+        if isinstance(run, Inference) or run.lora is None:
+            raise SpecError("lora_rank needs a training run with adapters; give lora=lab.LoRA(...), or on the command "
+                            "line --lora with any rank")  # fmt: skip
+        lora = run.lora
+        return range(1, spec.hidden + 1), lambda value: (replace(run, lora=replace(lora, rank=value)), where)
+    own = "micro_batch" if isinstance(run, Training) else "batch"
+    if name != own:
+        raise SpecError(f"{name} is not a field of {type(run).__name__}; give {own}")
+    return range(1, MOST_SEQUENCES + 1), lambda value: (replace(run, **{name: value}), where)
+
+
+def _can_be(spec: ModelSpec, run: Run, card: GPU) -> bool:
+    """Whether the run is possible on `card`; raises SpecError if it is possible on none."""
+    check(spec, run)
+    try:
+        check(spec, run, card)
+    except SpecError:
+        return False
+    return True
+
+
+def _lengths(spec: ModelSpec, run: Run) -> range:
+    """Return the lengths that are tried: multiples of TOKENS and of the context-parallel ranks."""
+    most = MOST_TOKENS if spec.rotary else spec.max_positions
+    if isinstance(run, Training):
+        images = images_of(spec, replace(run, seq_len=MOST_TOKENS))
+        least, step = images.needed if images else 1, min(TOKENS, most) * run.cp
+    else:
+        least, step = run.new_tokens + 1, min(TOKENS, most)
+    if least > most:
+        raise SpecError(f"{spec.name} has {most:,} positions, and the run needs at least {least:,}; give fewer tokens")
+    return range(-(-least // step) * step, max(most, step) + 1, step)
+
+
+def _of_length(run: Run, tokens: int) -> Run:
+    if isinstance(run, Inference):
+        return replace(run, prompt_len=tokens - run.new_tokens)
+    return replace(run, seq_len=tokens)
+
+
+def _limit(spec: ModelSpec, name: str) -> Note:
+    """Say what the limit is where memory is not."""
+    why = {
+        "seq_len": f"{spec.name} has {spec.max_positions:,} learned positions, so memory is not the limit",
+        "lora_rank": f"The matrices of {spec.name} have no higher rank, so memory is not the limit",
+        "gpu": "No GPU of the table that can run this has less memory",
+    }.get(name, "No larger value was tried")
+    return Note("limit", f"{why}.")
+
+
+def _ways_out(spec: ModelSpec, run: Run, card: GPU, refused: Trial, name: str) -> list[Note]:
+    """Say by how much the run that needs least does not fit, the smallest GPU on which it does, and the first change
+    with which it fits this GPU."""
+    notes = []
+    if refused.outcome == "out of memory":
+        least = derived(spec, run, card)[1].least
+        needs = f"needs at least {show_bytes(least)}, {show_bytes(least - card.memory)} more than {card.name} has"
+        if least <= card.memory:
+            needs = f"runs out of memory in a simulation of {card.name}"
+        what = "The run" if name == "gpu" else f"Even {name}={_shown(refused.value)}"
+        notes.append(Note("problem", f"{what} {needs}."))
+    larger = sorted((each for each in gpus() if each.vendor == card.vendor), key=lambda each: each.memory)
+    fits = (each for each in larger if _can_be(spec, run, each) and derived(spec, run, each)[1].outcome == "fits")
+    if name != "gpu" and (other := next(fits, None)):
+        notes.append(Note("larger-gpu", f"The smallest GPU on which it fits by its estimate is {other.name}."))
+    levers = fix(spec, run, card, estimate=derived).levers
+    if lever := next((each for each in levers if each.report.outcome == "fits"), None):
+        notes.append(Note("lever", f"On {card.name} it fits with one change, by its estimate: {lever.name}."))
+    return notes

@@ -1,0 +1,105 @@
+"""What keeps tensors of earlier steps: variables of the running script whose tensors or graphs grow with each step."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from inspect import CO_OPTIMIZED
+from itertools import islice
+from linecache import getlines
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+from weakref import ProxyType
+
+from torch import Tensor
+
+from ..base.compat import DisableTorchFunction
+from ..base.files import is_library
+
+VISITS = 10_000  # objects in a variable that are looked at, the latest ones first
+CALLS = "append|appendleft|add|extend|insert|update|setdefault"
+GROWS = rf"\b{{name}}\b(.*\.({CALLS})\(|\[.+\]\s*=[^=]|\s*[+*|-]=|\s*=.*\b{{name}}\b)"
+OWN = ("_parameters", "_buffers", "_modules")  # attributes of a module that hold its weights
+
+
+class Holder(NamedTuple):
+    """A variable, or an attribute of one, and the file in which it is written to; `has_graph`: of autograd nodes."""
+
+    name: str
+    file: str
+    has_graph: bool
+
+    def __str__(self) -> str:
+        """Say where it grows: the first line of the file that adds to it."""
+        wanted = re.compile(GROWS.format(name=re.escape(self.name)))
+        for number, line in enumerate(getlines(self.file), 1):
+            if wanted.search(line):
+                return f"{os.path.basename(self.file)}, line {number}, `{line.strip()}`"
+        return f"`{self.name}` in {os.path.basename(self.file)}"
+
+
+def holders(on_gpu: Callable[[Tensor], bool]) -> dict[Holder, int]:
+    """Return each variable of the user's running functions that holds tensors on the GPU: how many, graph nodes too."""
+    counts: dict[Holder, int] = {}
+    frame: FrameType | None = sys._getframe(1)
+    with DisableTorchFunction():  # reading an attribute is no code of the user's
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not is_library(file) and not file.startswith("<"):
+                local = frame.f_locals
+                for name, where, value in _variables(frame.f_globals | local, file):
+                    tensors, nodes = _counted(value, on_gpu)
+                    if tensors:
+                        counts[Holder(name, where, nodes > 0)] = tensors + nodes
+                if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(local, dict):
+                    local.clear()  # before Python 3.13 a copy, which the function would keep: its tensors would stay
+            frame = frame.f_back
+    return counts
+
+
+def _variables(scope: Mapping[str, Any], file: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield variables with the file that writes to them, and the attributes of those that are objects."""
+    for name, value in list(scope.items()):
+        if name.startswith("__") or issubclass(type(value), (ModuleType, FunctionType, type, ProxyType)):
+            continue
+        if isinstance(value, (Tensor, Mapping, Collection)):
+            yield name, file, value
+        elif hasattr(value, "__dict__"):
+            module = sys.modules.get(type(value).__module__)
+            where = getattr(module, "__file__", None) or file
+            yield from ((key, where, each) for key, each in list(vars(value).items()) if key not in OWN)
+
+
+def _counted(value: Any, on_gpu: Callable[[Tensor], bool]) -> tuple[int, int]:
+    """Return how many tensors on the GPU `value` holds, and how many autograd nodes those keep."""
+    tensors = nodes = 0
+    waiting, visits = [value], 0
+    while waiting and visits < VISITS:
+        visits += 1
+        each = waiting.pop()
+        if isinstance(each, Tensor) and on_gpu(each):
+            tensors += 1
+            nodes += _nodes(each)
+        elif isinstance(each, Mapping) and _is_plain(each):
+            waiting += islice(each.values(), VISITS)
+        elif isinstance(each, Collection) and _is_plain(each):
+            waiting += islice(each, VISITS)
+    return tensors, nodes
+
+
+def _is_plain(container: Collection[Any]) -> bool:
+    """Return whether iterating over `container` runs no code of anybody's: a data set would load its rows."""
+    return type(container).__module__ in ("builtins", "collections") and not isinstance(container, (str, bytes))
+
+
+def _nodes(tensor: Tensor) -> int:
+    seen = set()
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return len(seen)

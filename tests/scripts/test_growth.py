@@ -1,0 +1,103 @@
+"""What each step leaves behind and which line keeps it, and the phases of evaluation and of saving."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from llmlab.hardware.gpu import gpu  # noqa: E402
+from llmlab.scripts.watch import Conditions, watched  # noqa: E402
+
+if torch.cuda.is_available():
+    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+
+D, B, STEPS = 256, 1024, 4
+MiB = 2**20
+
+
+class Loop:
+    """A training loop whose `after` is called with the output and the loss of each step."""
+
+    def __init__(self, after=lambda loop, output, loss: None):
+        self.after, self.outputs = after, {"logits": []}
+        self.model = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def run(self):
+        for step in range(STEPS):
+            output = self.model(torch.randn(B + 64 * step, D, device="cuda"))
+            loss = output.square().mean()
+            loss.backward(retain_graph=True)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.after(self, output, loss)
+
+
+def report_of(after):
+    with watched(Conditions(gpu("T4"))) as watch:
+        Loop(after).run()
+        return watch.report("loop")
+
+
+def growth_note(report):
+    return next((note for note in report.notes if note.code == "growth"), "")
+
+
+def test_a_loop_that_keeps_numbers_does_not_grow():
+    losses = []
+    report = report_of(lambda loop, output, loss: losses.append(loss.item()))
+    assert not growth_note(report) and sum(report.growth.values()) < MiB
+
+
+def test_outputs_that_are_kept_grow_by_their_bytes():
+    report = report_of(lambda loop, output, loss: loop.outputs["logits"].append(output.detach()))
+    kept = 4 * D * (B + 64 * (STEPS - 2))  # of the last step but one
+    assert sum(report.growth.values()) == pytest.approx(kept, rel=0.1)
+    assert '.outputs["logits"].append(output.detach())' in growth_note(report)
+
+
+def test_a_loss_keeps_the_graph_of_its_step():
+    losses = []
+
+    def keep(loop, output, loss):
+        losses.append(loss)
+
+    report = report_of(keep)
+    # Inputs, both linear layers' outputs and GELU's: what autograd saved.
+    assert sum(report.growth.values()) == pytest.approx(4 * B * (D + 4 * D + 4 * D + D), rel=0.2)
+    assert any("test_growth.py" in place for place in report.growth)
+
+
+def test_a_sum_of_losses_is_held_by_its_variable():
+    with watched(Conditions(gpu("T4"))) as watch:
+        loop, total = Loop(), 0
+        for _ in range(STEPS):
+            loss = loop.model(torch.randn(B, D, device="cuda")).square().mean()
+            loss.backward(retain_graph=True)
+            total += loss
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        report = watch.report("loop")
+    assert "`total += loss`" in growth_note(report)
+
+
+def test_passes_without_gradients_and_saving_are_phases_of_their_own():
+    sizes = {}
+
+    def evaluate(loop, output, loss):
+        with torch.no_grad():
+            loop.model(torch.randn(16 * B, D, device="cuda"))
+        state = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        sizes["state"] = sum(value.nbytes for value in state.values())
+
+    with watched(Conditions(gpu("T4"))) as watch:
+        Loop(evaluate).run()
+        phases = watch.report("loop").phases
+    plain = report_of(lambda loop, output, loss: None).phases
+    assert "no-grad" not in plain and "saving" not in plain
+    assert phases["no-grad"] > phases["forward"]
+    assert phases["forward"] == plain["forward"]
+    assert phases["saving"] >= plain["load"] + sizes["state"]
