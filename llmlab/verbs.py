@@ -63,7 +63,7 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     spec = find_model(model)
     if gpu is not None and not spec.has_formulas:
         trace_of(spec, run, gpu)
-    return _assuming(estimated(spec, run, gpu, cluster), spec, run, gpu)
+    return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
 
 
 def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H100-80GB") -> ServingReport:
@@ -136,7 +136,7 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     from .simulation.report import simulated
 
     spec = find_model(model)
-    return _assuming(simulated(spec, run, gpu), spec, run, gpu)
+    return _assuming(_with_generation(simulated(spec, run, gpu), spec, run, gpu), spec, run, gpu)
 
 
 def measure(model: ModelLike, run: Run, device: str | torch.device | None = None, repeats: int = 5) -> Report:
@@ -326,6 +326,9 @@ def fix(
     if run is None or gpu is None or isinstance(model, Path):
         raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error, or the "
                         "path of a memory snapshot")  # fmt: skip
+    if isinstance(run, Training) and run.objective.generates:
+        raise SpecError(f"fix with method={run.method!r}: no lever knows the phase that generates; give the run as "
+                        "method='sft', or ask lab.estimate for each change")  # fmt: skip
     found = fixed(model, run, gpu, cluster, derived)
     return replace(found, report=_assuming(found.report, find_model(model), run, gpu))
 
@@ -368,6 +371,15 @@ def _assumptions(spec: ModelSpec, run: Run, gpu: GPU | str | None) -> tuple[Note
             half_size = f"{usual}half_layers='all' (--half-layers all); they then take half of the memory."
             assumed += (Note("frozen-in-fp32", f"precision={run.precision!r} has frozen weights in fp32. {half_size}"),)
     return assumed
+
+
+def _with_generation(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
+    """Return `report` with the phase in which an engine generates, of methods that train on their own completions."""
+    if not isinstance(run, Training) or not run.objective.generates or gpu is None or gpu == "cpu":
+        return report
+    from .serving.rollout import with_generation
+
+    return with_generation(report, spec, run, find_gpu(gpu))
 
 
 def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:

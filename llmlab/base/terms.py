@@ -54,12 +54,12 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 # What the peak consists of. "activations" are kept for backward, autocast's half copies of the weights among them;
 # "other" is what is alive at the peak and none of the rest: temporaries of the operator that runs, the input.
 PHASES = {  # in a sentence
-    "load": "loading", "forward": "the forward pass", "backward": "the backward pass",
+    "load": "loading", "generate": "generation", "forward": "the forward pass", "backward": "the backward pass",
     "optimizer": "the optimizer step", "prefill": "prefill", "decode": "decoding",
     "no-grad": "forward passes without gradients", "saving": "checkpoint saving",
 }  # fmt: skip
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "workspace", "other")
-TRAINING_PHASES = ("load", "forward", "backward", "optimizer")
+TRAINING_PHASES = ("load", "generate", "forward", "backward", "optimizer")
 INFERENCE_PHASES = ("load", "prefill", "decode")
 
 # A timeline point: the phase, and the live bytes of each part at that moment.

@@ -101,7 +101,7 @@ def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
         return Kind(f"{stack.name}'s runs", OTHER.holes + reserved_beside(spec, run) / peak.total)
     if not spec.has_formulas or not _was_drawn(run):
         return OTHER
-    logits = 4 * run.micro_batch * run.seq_len * spec.vocab // run.tp  # bytes in fp32, as the loss computes
+    logits = 4 * run.tokens * spec.vocab // run.tp  # bytes in fp32, as the loss computes
     if peak.phase == "optimizer" or logits < SMALL * peak.total:
         return NO_LOGITS
     return {None: KEPT, "selective": SELECTIVE, "full": RECOMPUTED}[run.checkpointing]

@@ -129,10 +129,10 @@ def check_question(
     if fixed.get("quantization") == "gptq":
         raise SpecError("fixed quantization='gptq': no file that plan writes trains on AutoGPTQ's layers; give "
                         "'nf4' or 'int8', or ask lab.estimate")  # fmt: skip
-    for name in ("images", "num_labels"):
-        if fixed.get(name):
-            raise SpecError(f"fixed {name}={fixed[name]!r}: plan writes files that train language models of text; "
-                            f"leave out {name}, or ask lab.estimate and lab.fix")  # fmt: skip
+    for name in ("images", "num_labels", "method"):
+        if fixed.get(name) not in (None, 0, "sft"):
+            raise SpecError(f"fixed {name}={fixed[name]!r}: plan writes files that train language models on the next "
+                            f"tokens of text; leave out {name}, or ask lab.estimate and lab.fix")  # fmt: skip
     if both := sorted((set(fixed) & set(allow)) - {"seq_len"}):  # from the given length on shorter ones are tried
         raise SpecError(f"{both[0]} is fixed to {fixed[both[0]]!r} and also allowed to change; give one of the two")
 

@@ -76,7 +76,7 @@ class Division:
 def logits_sizes(spec: ModelSpec, run: Run) -> list[int]:
     """Return the bytes of the logits of one forward pass: in half precision, and in fp32."""
     if isinstance(run, Training):
-        elements = run.micro_batch * run.num_labels if run.num_labels else run.tokens * spec.vocab
+        elements = run.sequences * run.num_labels if run.num_labels else run.tokens * spec.vocab
     else:
         elements = run.batch * spec.vocab
     return [2 * elements, 4 * elements]

@@ -244,7 +244,7 @@ def _steps(
         if run.compile and engine.gpu is None:
             run = replace(run, compile=False)
             engine.remark(EAGER_ON_CPU)
-        shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
+        shapes = [(run.sequences, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     if isinstance(run, Training) and (images := images_of(spec, run)):  # whose places decide shapes
         with disable_current_modes():

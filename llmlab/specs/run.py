@@ -10,7 +10,7 @@ llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, a
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import SpecError
@@ -43,6 +43,7 @@ from ..base.terms import (
     Weights,
 )
 from .fields import MOST, ChoiceSpec
+from .methods import METHOD_NAMES, METHODS, REFERENCES, Method, MethodName, Reference
 from .stacks import TRANSFORMERS, StackOptions, check_stack, options_of, resolved, stack_from_dict
 
 if TYPE_CHECKING:
@@ -113,6 +114,14 @@ class Training(ChoiceSpec):
     `num_labels`: train a sequence classifier of so many classes (1: a regression, such as a reward model) instead of a
     language model.
 
+    `method` is the training method, as TRL's trainers carry it out (specs/methods.py). A sample of "dpo", "orpo" and
+    "reward" is a pair of sequences, both of which are in the batch. `reference` says where the reference model's
+    log-probabilities come from (None: "adapter" with LoRA and else "kept"; for "grpo", as without a KL term, nowhere).
+    `teacher` is the model to "distill" from, by default one of the same sizes. "ppo" and "grpo" count completions in
+    `micro_batch`, the last `completion_len` tokens of each sequence; `generations` of them share a prompt. A vLLM
+    engine on the same GPU generates them with its share `gpu_memory_utilization` of the memory (TRL's default), and
+    sleeps while the model trains.
+
     `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
     `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults. Fields that nobody gave, whose
     names are in `unset`, take the values that the stack sets, and the printed run shows them. A field that was given
@@ -151,6 +160,12 @@ class Training(ChoiceSpec):
     images: int = 0
     pixels: int | tuple[int, int] | None = None
     num_labels: int | None = None
+    method: MethodName = "sft"
+    reference: Reference | None = None
+    teacher: str | None = None
+    completion_len: int | None = None
+    generations: int = 8
+    gpu_memory_utilization: float = 0.3
     stack: StackOptions | str = TRANSFORMERS
 
     def __post_init__(self, unset: frozenset[str]) -> None:
@@ -175,6 +190,8 @@ class Training(ChoiceSpec):
             sequence_parallel=(True, False),
             loss_parallel=(True, False),
             compile=(True, False),
+            method=METHOD_NAMES,
+            reference=REFERENCES,
         )
         if self.lora is not None and not isinstance(self.lora, LoRA):
             example = "lora=lab.LoRA(rank=16, targets=('q_proj', 'v_proj'))"
@@ -220,7 +237,10 @@ class Training(ChoiceSpec):
             self._check_fp8()
         if self.optimizer == "muon":
             self._check_muon()
+        if self.method == "reward" and self.num_labels is None:
+            vars(self)["num_labels"] = 1
         self._check_task()
+        self._check_method()
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
 
@@ -252,6 +272,47 @@ class Training(ChoiceSpec):
         if self.num_labels is not None and self.kernels in ("liger", "fused-loss"):
             raise SpecError(f"{given} with kernels={self.kernels!r}, whose loss is that of a language model; leave out "
                             "kernels")  # fmt: skip
+
+    def _check_method(self) -> None:
+        self._check_counts("generations")
+        given, own = f"method={self.method!r}", self.objective
+        for name, used, value in (
+            ("reference", own.reference, self.reference),
+            ("teacher", own.loss == "teacher", self.teacher),
+            ("completion_len", own.generates, self.completion_len),
+        ):
+            if value is not None and not used:
+                raise SpecError(f"{name}={value!r} with {given}, which has none; leave it out")
+        if self.method == "sft":
+            return
+        if (stack := stack_of(self)).name != TRANSFORMERS:
+            raise SpecError(f"{given} with stack={stack.name!r}, which trains with next-token loss here; leave out "
+                            "stack, or give method='sft'")  # fmt: skip
+        limits = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "offload": None, "compile": False, "fp8": None, "images": 0,
+                  "kernels": None, "num_labels": 1 if self.method == "reward" else None}  # fmt: skip
+        for name, value in limits.items():
+            if getattr(self, name) != value:
+                raise SpecError(f"{given} with {name}={getattr(self, name)!r} is not supported; give {name}={value!r}")
+        if self.reference == "adapter" and not self.lora:
+            raise SpecError("reference='adapter' without lora: there are no adapters to switch off; give lora=, or "
+                            "reference='kept'")  # fmt: skip
+        if self.quantization and (self.reference in ("kept", "offloaded") or own.critic):
+            raise SpecError(f"{given} with quantization={self.quantization!r} and another model in memory is not "
+                            "supported; leave out quantization, or give reference='adapter'")  # fmt: skip
+        if own.generates:
+            if self.completion_len is None:
+                raise SpecError(f"{given} generates its sequences; give completion_len, how many tokens of seq_len="
+                                f"{self.seq_len} are generated")  # fmt: skip
+            self._check_counts("completion_len")
+            if self.completion_len >= self.seq_len:
+                raise SpecError(f"completion_len={self.completion_len} leaves no prompt in seq_len={self.seq_len}; "
+                                "give fewer tokens")  # fmt: skip
+            if self.global_batch % self.generations:
+                raise SpecError(f"generations={self.generations} does not divide the {self.global_batch} completions "
+                                "of an update; give a divisor")  # fmt: skip
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share < 1:
+            raise SpecError(f"gpu_memory_utilization={share!r}: give a share of the GPU's memory, 0 < share < 1")
 
     def _adapters(self, lora: LoRA) -> LoRA:
         """Return `lora` with the stack's dtype of adapters unless one was given; SpecError if the stack lacks that."""
@@ -386,9 +447,39 @@ class Training(ChoiceSpec):
         return self.precision.rpartition("-")[2]
 
     @property
+    def objective(self) -> Method:
+        """What the method adds to a step."""
+        return METHODS[self.method]
+
+    @property
+    def reference_model(self) -> Reference | None:
+        """Where the reference model's log-probabilities come from; None where the loss needs none."""
+        if not self.objective.reference or (self.reference is None and self.objective.optional):
+            return None
+        return self.reference or ("adapter" if self.lora else "kept")
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one micro-batch on one data-parallel rank: for pairs, two for each sample."""
+        return self.micro_batch * self.objective.sequences
+
+    @property
+    def scored(self) -> int:
+        """Tokens of a micro-batch that the head reads: of completions, those that were generated."""
+        return self.sequences * (self.completion_len or self.seq_len)
+
+    @property
+    def update(self) -> Training:
+        """The step of next-token loss on the same sequences."""
+        if self.method == "sft":
+            return self
+        return replace(self, method="sft", micro_batch=self.sequences, reference=None, teacher=None,
+                       completion_len=None, num_labels=None)  # fmt: skip
+
+    @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one data-parallel rank."""
-        return self.micro_batch * self.seq_len
+        return self.sequences * self.seq_len
 
     @property
     def fp8_param_gather(self) -> bool:
@@ -408,8 +499,8 @@ class Training(ChoiceSpec):
 
     @property
     def global_batch(self) -> int:
-        """Sequences in one optimizer step over all ranks: micro-batch × accumulation × data-parallel ranks."""
-        return self.micro_batch * self.accumulation * self.dp
+        """Sequences in one optimizer step over all ranks: sequences × accumulation × data-parallel ranks."""
+        return self.sequences * self.accumulation * self.dp
 
     @property
     def world_size(self) -> int:

@@ -26,6 +26,7 @@ from ..specs.generic import auto_class, release
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, LoRA, Run, Training
 from .fused_loss import causal_loss
+from .methods import score_tokens
 from .quantized import QUANTIZED_BYTES, LoadOrder, one_at_a_time, quantize_linears
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Mod
         model.loss_function = causal_loss
     elif run.kernels == "fused-norm":
         _fuse_norms(model)
+    if run.objective.loss == "chunked":
+        score_tokens(model, run)
     return _add_adapters(model, run.lora, run.num_labels) if run.lora else model
 
 

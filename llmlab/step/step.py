@@ -26,6 +26,7 @@ from ..specs.images import Images, images_of
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, Run, Training
 from .batch import arguments, with_images
+from .methods import loss_of, other_models
 from .model import DTYPES, Around, build_model, compute_dtype, weight_dtype
 from .optimizer import (
     LEARNING_RATE,
@@ -71,6 +72,7 @@ class Step:
     scaler: torch.amp.GradScaler | None = None
     cache: Any = field(default=None, repr=False)
     offload: Offloaded | None = None
+    others: dict[str, nn.Module] = field(default_factory=dict)  # models of the method, by what they are for
     images: Images | None = None  # of each sequence
     decoder: Callable[..., Any] | None = None  # called in the model's place to generate: `simulate` plays steps back
 
@@ -83,6 +85,7 @@ class Step:
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors that live across phases, by part; "buffers" are the model's, "inputs" the token ids."""
         parameters = self.parameters or list(self.model.parameters())
+        parameters = parameters + [p for model in self.others.values() for p in model.parameters()]
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
         parts = {
             "weights": parameters + _quantization_tensors(self.model),
@@ -125,7 +128,7 @@ def texts(spec: ModelSpec, run: Run) -> list[Tensor]:
     """Return the real text of one step as token ids on the CPU: a (B, T) tensor per micro-batch, or the prompts'."""
     if isinstance(run, Inference):
         return [batch(spec.vocab, run.batch, run.prompt_len)]
-    batches = [batch(spec.vocab, run.micro_batch, run.seq_len, seed=i) for i in range(run.accumulation)]
+    batches = [batch(spec.vocab, run.sequences, run.seq_len, seed=i) for i in range(run.accumulation)]
     return [with_images(ids, images_of(spec, run)) for ids in batches]
 
 
@@ -155,8 +158,11 @@ def build_step(
         model = build_model(spec, run, device, load_order=load_order)
         return Step(run, device, model, [ids.to(device, copy=True) for ids in inputs])
     cut = partial(shard, run=run, ranks=ranks) if ranks and (is_sharded(run) or run.tp > 1) else None
-    model = build_model(spec, as_built(run), device, recomputing, cut, load_order)
+    build = partial(build_model, device=device, recomputing=recomputing, shard=cut, load_order=load_order)
+    model = build(spec, as_built(run))
     step = Step(run, device, model, [], parameters=list(model.parameters()) if ranks else None)
+    if run.method != "sft":
+        step.others = other_models(spec, as_built(run), build)
     step.images = images_of(spec, run)
     if not run.offload:
         _add_optimizer(step, run, ranks)
@@ -181,7 +187,8 @@ def _check_cache(spec: ModelSpec, run: Inference) -> None:
 
 def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
     """Give the step its optimizer, with master weights and a loss scaler where the run has them; wrap it for DDP."""
-    stepped = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+    models = step.model, *step.others.values()
+    stepped = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
     if ranks and steps_locally(run, ranks):
         step.shards = LocalShards(stepped)
         stepped = step.shards.parameters
@@ -214,17 +221,24 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
     run, optimizer = step.run, step.optimizer
     assert isinstance(run, Training)
     cast = torch.autocast(step.device.type, compute_dtype(run), enabled=run.precision.startswith("autocast"))
-    output = None
+    output: Any = None
+    logits: Any = None
     for i, ids in enumerate(step.inputs, 1):  # (B, T)
         enter("forward")
-        output = None  # the last micro-batch's logits go before this one's forward
+        output = logits = None  # the last micro-batch's logits go before this one's forward
         with unsynced(step.model, run) if i < run.accumulation else nullcontext():
             with cast:
-                output = step.model(**arguments(step.model, ids, run, step.images))
-            loss = output.loss / run.accumulation
+                if run.method == "sft":
+                    output = step.model(**arguments(step.model, ids, run, step.images))
+                    loss, logits = output.loss, output.logits  # (B, T, V); None with a fused loss
+                else:
+                    loss, logits = loss_of(run, {"trained": step.model, **step.others}, ids)
+            loss = loss / run.accumulation
             if step.scaler:
                 loss = step.scaler.scale(loss)
-            enter("backward", logits=local(output.logits))  # (B, T, V); None with a fused loss
+            enter("backward", logits=local(logits))
+            if run.method != "sft":
+                logits = None  # TRL's trainers return the loss alone
             loss.backward()
     enter("optimizer")
     if step.offload:

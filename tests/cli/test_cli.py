@@ -134,7 +134,10 @@ def test_a_stack_is_named_with_its_options():
     assert parsed("--stack", "transformers") == parsed()
 
 
-@pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - {"lora", "stack"}))
+WITHOUT_A_DEFAULT = {"lora", "stack", "completion_len"}  # a run that may have a completion must have one
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - WITHOUT_A_DEFAULT))
 def test_an_option_sets_its_field_and_nothing_else(name):
     owner = Training if name in {f.name for f in fields(Training)} else Inference
     default = getattr(owner(), name) if name != "precision" else "autocast-bf16"
@@ -148,9 +151,11 @@ def test_an_option_sets_its_field_and_nothing_else(name):
              "reduce_dtype": [*shards, "--precision", "mixed-bf16"],
              "dp_replicate": ["--dp", "4", "--zero", "3"], "fp8": ["--compile", "--precision", "bf16"],
              "schedule": ["--pp", "2"], "pixels": ["--images", "1"],
+             "reference": ["--method", "dpo"], "teacher": ["--method", "distill"],
              "virtual_stages": ["--pp", "2", "--accumulation", "2"]}  # fmt: skip
     others = needs.get(name, [])
-    values = {"zero": 2, "offload": "optimizer", "schedule": "gpipe"}
+    values = {"zero": 2, "offload": "optimizer", "schedule": "gpipe", "method": "dpo", "reference": "offloaded",
+              "teacher": "gpt2"}  # fmt: skip
     flag = "--" + name.replace("_", "-")
     if isinstance(default, bool):
         words, value = [flag.replace("--", "--no-", 1) if default else flag], not default

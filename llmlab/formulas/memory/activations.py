@@ -145,7 +145,7 @@ def _attention(share: Share) -> list[Saved]:
         if trained and (copied := _outputs_copied(share)):
             rows.append(Saved("attention output", T * c * Q * copied // spec.layers))
         if windows:  # SDPA converts each layer's boolean mask to numbers, and saves these
-            elements = share.run.micro_batch * share.run.seq_len**2 // share.run.cp
+            elements = share.run.sequences * share.run.seq_len**2 // share.run.cp
             rows.append(Saved("attention mask", c * elements * windows // spec.layers, "whole"))
         return rows
     rows.append(Saved("scores", kept_scores(share)))
@@ -176,7 +176,7 @@ def _qkv_width(share: Share, kernel: str) -> int:
         return 2 * Q + spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
     uncast = share.linear_bytes == share.attention_bytes
     # The matmul of eager attention copies the values, because a view of them cannot merge batch and heads.
-    viewed = kernel == "flash" or (spec.kv_heads == spec.heads and (kernel != "eager" or share.run.micro_batch == 1))
+    viewed = kernel == "flash" or (spec.kv_heads == spec.heads and (kernel != "eager" or share.run.sequences == 1))
     if spec.fused_qkv and not spec.learned_positions and uncast and viewed:
         # Rotated queries and keys are new tensors. Values are a view of the projection's output.
         width = 2 * Q + 3 * K
@@ -184,7 +184,7 @@ def _qkv_width(share: Share, kernel: str) -> int:
         # Kernels other than "flash" need a copy of keys and values for every head, which is saved. "math" saves scaled
         # q and k.
         width = Q + 2 * (K if kernel == "flash" else Q)
-    if kernel == "math" and spec.fused_qkv and share.run.micro_batch == 1:
+    if kernel == "math" and spec.fused_qkv and share.run.sequences == 1:
         # The matmuls read scaled copies of q and k, and v itself, a view that keeps the memory of all three alive. With
         # a larger batch they read copies of all three, because a view cannot merge batch and heads.
         width += 2 * Q

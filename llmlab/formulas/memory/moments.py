@@ -32,6 +32,7 @@ from .activations import (
 )
 from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients, layers_through
+from .methods import WORDS, copies, offloaded, value_run
 from .mlp import mlp_of
 from .scores import causal_mask, forward_scores
 from .share import Share, by_bitsandbytes, frozen_in_half, share_of
@@ -120,7 +121,7 @@ class StepMemory:
         self.named_logits = self.loss.after if block and share.backward_passes_done else 0
         self.of_weights, self.unsplit_states = (0, 0) if share.cpu else unsplit(spec, run, share.stage)
         self.resident = {
-            "weights": kept_weights(run, self.states) + (0 if master_shards else self.of_weights),
+            "weights": kept_weights(run, self.states) + (0 if master_shards else self.of_weights) + copies(spec, run),
             "optimizer": self.states.optimizer + (self.of_weights if master_shards else 0),
             "gradients": 0,  # these three are allocated and freed within a step
             "activations": 0,
@@ -210,6 +211,8 @@ class StepMemory:
         self.kept_casts = 0 if run.checkpointing else self.casts
         cast_head = share.last and run.half_layers is None
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if cast_head else 0
+        if run.objective.loss == "chunked":  # of the words of a tile
+            self.head_cast = min(self.head_cast, element * WORDS * spec.hidden)
 
     def _add_temporaries(self) -> None:
         """Set the bytes of tensors that live only while a block's forward or backward pass runs."""
@@ -287,6 +290,8 @@ class StepMemory:
             *(self._reducing() if self.sharded else ()),
             self._moment("optimizer", "the update", other=self.update - self.sent, activations=self.contexts, **update),
         ]
+        if share.run.objective.critic:
+            moments = _with_value_model(moments, type(self)(share_of(share.spec, value_run(share.run), share.gpu)))
         if not (extra := self._beyond_states(moments)):
             return moments
         return [moment._replace(parts={**moment.parts, "optimizer": moment.parts["optimizer"] + extra * (number > 0)})
@@ -324,6 +329,9 @@ class StepMemory:
             before.append(moment("the second-to-last block of forward", gathered + ahead + expert_weights,
                                  self.between + self.in_forward, activations=activations - self.block))  # fmt: skip
             ahead = units.head + expert_weights
+        if comes := offloaded(self.share.spec, self.share.run):
+            working = self.between + self.in_forward + self.loss.forward
+            before.append(moment("the reference model's pass", gathered, comes + working))
         return [
             *before,
             moment("the last block of forward", gathered + ahead, self.between + self.in_forward,
@@ -485,6 +493,29 @@ class StepMemory:
                        gradients=grads.reducing.before_last_two, activations=self.last_block + self.first_more),
             ]  # fmt: skip
         return moments
+
+
+def _with_value_model(found: list[Moment], value: StepMemory) -> list[Moment]:
+    """Return the moments of a policy's step with its value model's, which one backward pass trains: the value model's
+    forward comes last, so its backward comes first, and its gradients stay until the update."""
+    stays = {**value.resident, "workspace": 0}
+    beside = {
+        "load": {**stays, "optimizer": 0},
+        "forward": {**stays, "activations": value.activations},  # the policy's tile of logits is gone by then
+        "backward": {**stays, "gradients": value.gradients.update},
+        "optimizer": {**stays, "gradients": value.gradients.update, "other": stays["other"] + value.update},
+    }
+    waiting = {**next(moment for moment in reversed(found) if moment.phase == "forward").parts, "logits": 0}
+    own = [_sum(moment._replace(parts={**moment.parts, "workspace": 0}), waiting)
+           for moment in value.moments() if moment.phase == "backward"]  # fmt: skip
+    both = [_sum(moment._replace(parts={**moment.parts, "logits": 0}) if moment.phase == "forward" else moment,
+                 beside[moment.phase]) for moment in found]  # fmt: skip
+    place = next(number for number, moment in enumerate(both) if moment.phase == "backward")
+    return [*both[:place], *own, *both[place:]]
+
+
+def _sum(moment: Moment, parts: dict[str, int]) -> Moment:
+    return moment._replace(parts={part: size + parts[part] for part, size in moment.parts.items()})
 
 
 def passes_in_flight(run: Training, stage: int, done: int = 0) -> int:

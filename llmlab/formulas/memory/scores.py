@@ -10,7 +10,7 @@ LONGEST_ROW = 1024  # scores, which Inductor reduces without a loop
 def score_elements(share: Share) -> int:
     """Return S, the elements of one block's attention matrix, before tensor parallelism divides its heads."""
     run = share.run
-    return run.micro_batch * share.spec.heads * run.seq_len * (run.seq_len // run.cp)
+    return run.sequences * share.spec.heads * run.seq_len * (run.seq_len // run.cp)
 
 
 def kept_scores(share: Share) -> int:

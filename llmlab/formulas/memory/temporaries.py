@@ -8,6 +8,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import stack_of
 from .. import gptq, newton_schulz
+from . import methods
 from .activations import FUSED, adapters_stream, int8_inputs, mlp_saved, per_device
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .mlp import in_backward, in_forward, mlp_of
@@ -60,6 +61,8 @@ def outer_activations(share: Share) -> int:
         if run.lora is None:
             width += b.residual * spec.hidden if spec.norm == "rmsnorm" and not fused else 0
             head_input = share.tokens * b.compute * spec.hidden  # whole on every rank, as in `activations.per_device`
+        if run.objective.loss == "chunked":
+            head_input = run.scored * b.residual * spec.hidden
     return share.tokens * width // share.sequence_ranks + head_input + tower_activations(share)
 
 
@@ -118,6 +121,8 @@ def loss_bytes(share: Share) -> LossBytes:
     spec, run, c = share.spec, share.run, share.bytes.compute
     if not share.last or run.num_labels:  # a classifier's logits are a few numbers
         return LossBytes()
+    if of_method := methods.loss_bytes(share):
+        return LossBytes(*of_method)
     if run.kernels == "liger":
         chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp  # never the logits of all tokens
         elements = 0 if run.lora else spec.vocab * spec.hidden // run.tp

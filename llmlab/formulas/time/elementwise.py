@@ -30,6 +30,8 @@ from .traffic import Pass, cast, rmsnorm
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
 FUSED_LOGITS = 4 * 2
+# Reads and writes of each logit by the losses of formulas/memory/methods.py, counted from step/methods.py.
+METHOD_LOGITS = {"chunked": 4, "whole": 14, "teacher": 36}
 # A compiled model returns its logits too: backward starts from zeros for their gradient, written and read, and pads
 # rows of no whole 16 bytes by a copy (temporaries.loss_bytes). Of Llama-3.2-1B the loss took an H200 3.8 ms, at its
 # bandwidth 12 bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
@@ -82,7 +84,9 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
         moves = FUSED_LOGITS
         if share.compiled and run.kernels is None:
             moves += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
-    logits = moves * share.tokens * spec.vocab / share.loss_ranks
+    if read := METHOD_LOGITS.get(run.objective.loss):
+        moves = read * share.bytes.compute
+    logits = moves * run.scored // run.cp * spec.vocab / share.loss_ranks
     if run.kernels == "liger":
         logits += head_casts(share)
     fused = run.compile or run.kernels == "liger"

@@ -18,6 +18,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
 from .. import newton_schulz
 from ..again import attentions_again
+from ..memory.methods import others, value_run
 from ..memory.share import attention_kernel
 from ..memory.states import adapter_parameters
 from .products import gradients_of_first_block, products
@@ -75,8 +76,9 @@ def _counted(spec: ModelSpec, run: Run, kernel: str) -> Flops:
     }
     sums = Flops(optimizer=updates[run.optimizer]() if run.optimizer in updates else 0)
     tokens = run.global_batch * run.seq_len
+    heads = run.scored * run.accumulation * run.dp
     for product in products(spec, run):
-        sums.add(product.part, *product.flops(tokens))
+        sums.add(product.part, *product.flops(heads if product.part == "head" else tokens))
     _scores(sums, spec, run, run.global_batch, kernel)
     return sums
 
@@ -115,7 +117,7 @@ def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel:
     qk, v = head_sizes(spec)
     one = 2 * sequences * spec.heads * run.seq_len * run.seq_len
     forward = spec.layers * one * (qk + v)
-    backward = 2 * forward
+    backward, forward_once = 2 * forward, forward
     first = gradients_of_first_block(spec, run)
     q_, k_, v_ = (first.get(f"scores {name}", True) for name in "qkv") if first else (True, True, True)
     if kernel in ("flash", "efficient"):
@@ -126,7 +128,11 @@ def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel:
     else:  # each of the four products only where its result is needed
         backward -= one * ((not q_) * qk + (not k_) * qk + (not v_) * v + (not (q_ or k_)) * v)
     again = attentions_again(spec, run, kernel in ("flash", "efficient"))
-    sums.add("scores", forward, backward, forward * again // spec.layers)
+    forward += sum(other.passes * other.spec.layers * 2 * sequences * other.spec.heads * run.seq_len**2
+                   * sum(head_sizes(other.spec)) for other in others(spec, run))  # fmt: skip
+    sums.add("scores", forward, backward, forward_once * again // spec.layers)
+    if run.objective.critic:
+        _scores(sums, spec, value_run(run), sequences, kernel)
 
 
 def head_sizes(spec: ModelSpec, absorbed: bool = False) -> tuple[int, int]:

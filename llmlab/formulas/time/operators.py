@@ -133,7 +133,7 @@ def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | Non
 
 def logits_of(spec: ModelSpec, run: Training) -> int:
     """Return how many logits a micro-batch has on one rank."""
-    return run.micro_batch * run.num_labels if run.num_labels else run.tokens // run.cp * spec.vocab // run.tp
+    return run.sequences * run.num_labels if run.num_labels else run.tokens // run.cp * spec.vocab // run.tp
 
 
 def grids(gpu_kernels: Kernels) -> Kernels | None:

@@ -8,6 +8,7 @@ features, with m rows of input, multiplies three times: forward (m, k) · (k, n)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training, stack_of
 from ..again import module_again, whole_blocks_again
+from ..memory.methods import others, value_run
 from ..memory.share import adapter_bytes, by_bitsandbytes
 
 # Every second product of a block is not kept by torchtitan's "selective_op", in the order in which it runs them: wq,
@@ -51,7 +53,18 @@ def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
     first = gradients_of_first_block(spec, run)
     linears = spec.block_linears if run.num_labels else spec.linears  # a classifier's head reads one token
     matmuls = [matmul for linear in linears for matmul in _linear(spec, run, linear, first)]
-    return (*matmuls, *_experts(spec, run))
+    matmuls += _experts(spec, run)
+    if run.method == "sft":
+        return tuple(matmuls)
+    if run.objective.loss == "chunked":  # the backward pass computes the logits again
+        matmuls = [each._replace(again=each.forward) if each.part == "head" else each for each in matmuls]
+    for other in others(spec, run):
+        plain = replace(run.update, lora=None, checkpointing=None)
+        matmuls += [each._replace(forward=other.passes * each.forward, input_gradient=0, weight_gradient=0)
+                    for each in products(other.spec, plain) if other.scores or each.part != "head"]  # fmt: skip
+    if run.objective.critic:
+        matmuls += [each for each in products(spec, value_run(run)) if each.part != "head"]
+    return tuple(matmuls)
 
 
 def _linear(spec: ModelSpec, run: Training, linear: Linear, first: dict[str, bool]) -> Iterator[Product]:

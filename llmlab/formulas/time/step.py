@@ -9,6 +9,7 @@ products.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from .. import gptq, newton_schulz
 from ..again import attentions_again
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
+from ..memory.methods import offloaded, others, value_run
 from ..memory.precision import PRECISION
 from ..memory.share import (
     adapter_bytes,
@@ -35,7 +37,7 @@ from ..memory.temporaries import loss_chunk
 from .efficiency import Efficiency, efficiency
 from .elementwise import OWN_LOGITS, moved
 from .flops import flops, head_sizes
-from .host import generation_host_seconds, host_seconds, small_kernels, update_host_seconds
+from .host import generation_host_seconds, host_seconds, small_kernels, started, update_host_seconds
 from .kernels import Kernels, kernels
 from .offload import waiting
 from .products import Product, gradients_of_first_block, multiplied_wide, products
@@ -141,6 +143,18 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     slower = sent.strided * (1 / rates.strided - 1 / rates.bandwidth)
     blocks = sent.blocks / gpu_kernels.bandwidth + slower + small_kernels(spec, run) * rates.launch
     host = host_seconds(spec, run, gpu_kernels.host)
+    for other in others(spec, run):  # without gradients, as a recomputation
+        again, once = (replace(run.update, lora=None, checkpointing=kind) for kind in ("full", None))
+        both = [moved(other.spec, each, card).blocks / gpu_kernels.bandwidth for each in (again, once)]
+        blocks += other.passes * (both[0] - both[1])
+        both = [started(other.spec, each).seconds(gpu_kernels.host) for each in (again, once)]
+        host += other.passes * (both[0] - both[1])
+    if run.reference_model == "offloaded":  # there and back
+        blocks += 2 * offloaded(spec, run) / to_host(card)
+    if run.objective.critic:
+        value = value_run(run)
+        blocks += moved(spec, value, card).blocks / gpu_kernels.bandwidth
+        host += host_seconds(spec, value, gpu_kernels.host)
     made = Passes(multiplied, attention, blocks, sent.loss / gpu_kernels.bandwidth, host)
     return made._replace(host=made.host + host_waits(run, made))
 
@@ -192,7 +206,8 @@ def update_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> floa
     orthogonal = _orthogonal_seconds(spec, run, gpu_kernels) if run.optimizer == "muon" else 0.0
     times = FOREACH if foreach_adamw(run) else 1
     passes = ADAFACTOR * weight if run.optimizer == "adafactor" else times * (2 * weight + gradient + 2 * moments)
-    moved = sizes.trained * (passes + copies) / gpu_kernels.bandwidth
+    models = 2 if run.objective.critic else 1
+    moved = models * sizes.trained * (passes + copies) / gpu_kernels.bandwidth
     if run.optimizer == "adamw-8bit":
         moved = max(moved, EIGHT_BIT * sizes.trained / gpu_kernels.operators.sms)
     return moved + orthogonal + _paged_seconds(run, sizes, gpu_kernels.card)
@@ -360,6 +375,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     found = []
     for product in products(spec, run):
         m, n, k = rows * product.copies, product.outputs, product.inputs
+        if product.part == "head":
+            m = run.scored // run.cp
         if product.cut == "outputs":
             n = n // run.tp or 1
         elif product.cut == "inputs":
@@ -395,11 +412,17 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
         whole = name if name == "cudnn" else "efficient"  # FlashAttention takes no mask; under one all scores count
         total, head_size = 0.0, (qk + v) // 2
         for kernel_, times in ((name, 1 - masked), (whole, 2 * masked)):
-            forward = gpu_kernels.attention(run.micro_batch, heads, length, head_size, kernel_, dtype)
+            forward = gpu_kernels.attention(run.sequences, heads, length, head_size, kernel_, dtype)
             back = (spec.layers - without) * gpu_kernels.backward(kernel_, head_size)
             total += times * forward * (spec.layers + again + back)
+        if run.objective.critic:
+            total += attention_seconds(spec, value_run(run), gpu_kernels) or 0.0
+        for other in others(spec, run):
+            total += other.passes * other.spec.layers * gpu_kernels.attention(
+                run.sequences, other.spec.heads, length, sum(head_sizes(other.spec)) // 2, name, dtype
+            )
     else:
-        rows = run.micro_batch * heads * length
+        rows = run.sequences * heads * length
         scores, values = gpu_kernels.product(rows, length, qk, dtype), gpu_kernels.product(rows, v, length, dtype)
         if scores is None or values is None:
             return None

@@ -242,7 +242,7 @@ def _older_attention(
     if kernel != "cudnn" or run.attention != "sdpa" or stack.own_kernels or stack.lists_kernels:
         return kernel, 0.0
     other = "efficient" if masked_layers(spec, run) else "flash"
-    sizes = run.micro_batch, max(1, spec.heads // run.tp), run.seq_len, sum(head_sizes(spec)) // 2
+    sizes = run.sequences, max(1, spec.heads // run.tp), run.seq_len, sum(head_sizes(spec)) // 2
     dtype = peak_dtype(run)
     times = gpu_kernels.attention(*sizes, other, dtype) / gpu_kernels.attention(*sizes, kernel, dtype)
     return other, attention * max(0.0, times - 1)

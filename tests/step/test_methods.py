@@ -1,0 +1,127 @@
+"""Training methods: their losses, what they keep in memory, and that estimate and simulate agree on it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import llmlab as lab
+from llmlab.base.errors import SpecError
+from llmlab.cli.main import cli
+from llmlab.step.step import build_step, texts, training_step
+
+TINY = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True}  # fmt: skip
+GPU, GENERATED = "A100-80GB", {"completion_len": 256, "generations": 4, "micro_batch": 4}
+METHODS = {
+    "dpo": {}, "orpo": {}, "kto": {}, "distill": {}, "grpo": GENERATED, "ppo": GENERATED,
+}  # fmt: skip
+
+
+def run_of(method, **fields):
+    return lab.Training(**{"method": method, "micro_batch": 4, "seq_len": 512, "precision": "bf16", **fields})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_estimate_has_the_peak_the_flop_and_the_time_of_simulate(method):
+    run = run_of(method, **METHODS[method])
+    estimate, simulation = lab.estimate(TINY, run, GPU), lab.simulate(TINY, run, GPU)
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.03)
+    assert estimate.flops == pytest.approx(simulation.flops, rel=0.002)
+    assert estimate.time["attention"] == pytest.approx(simulation.time["attention"], rel=0.02)
+
+
+@pytest.mark.parametrize("fields", [{"checkpointing": "full", "lora": lab.LoRA()}, {"precision": "autocast-bf16"}])
+def test_estimate_has_the_peak_of_simulate_with_adapters_and_under_autocast(fields):
+    run = run_of("dpo", **fields)
+    peaks = [verb(TINY, run, GPU).peak_allocated for verb in (lab.estimate, lab.simulate)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.03)
+
+
+def test_a_pair_is_two_sequences_and_a_reference_model_one_more_forward_pass():
+    plain = lab.estimate(TINY, run_of("sft", micro_batch=8), GPU)
+    pairs = lab.estimate(TINY, run_of("dpo", reference="precomputed"), GPU)
+    kept = lab.estimate(TINY, run_of("dpo"), GPU)
+    weights = 2 * lab.model(TINY).parameters
+    assert kept.phases["optimizer"] - pairs.phases["optimizer"] == weights
+    assert kept.time["attention"] / pairs.time["attention"] == pytest.approx(1 + 1 / 3, rel=0.1)
+    head = 2 * 8 * 512 * 512 * 8192  # backward makes the logits again
+    assert pairs.flops - plain.flops == head
+
+
+def test_an_adapter_that_is_switched_off_takes_no_memory_for_the_reference_model():
+    adapters = run_of("dpo", lora=lab.LoRA())
+    off, before = (lab.estimate(TINY, replace(adapters, reference=each), GPU) for each in ("adapter", "precomputed"))
+    assert off.peak_allocated == before.peak_allocated
+    assert off.step_seconds > before.step_seconds
+
+
+def test_an_offloaded_reference_model_is_on_the_gpu_for_its_pass_alone():
+    kept, offloaded = (lab.simulate(TINY, run_of("dpo", reference=each), GPU) for each in ("kept", "offloaded"))
+    weights = kept.parts["weights"] - offloaded.parts["weights"]
+    assert weights == pytest.approx(2 * lab.model(TINY).parameters, rel=0.05)  # the allocator's rounding
+    times = [lab.estimate(TINY, run_of("dpo", reference=each), GPU).time for each in ("kept", "offloaded")]
+    assert times[1]["elementwise"] > times[0]["elementwise"]  # over PCIe
+
+
+def losses(monkeypatch, run):
+    """Return the loss of a step on the CPU, whose model is its own reference."""
+    spec = lab.model({**TINY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 500})
+    torch.manual_seed(0)
+    step, found = build_step(spec, run, "cpu", texts(spec, run)), []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: (found.append(loss.item()), backward(loss)))
+    training_step(step)
+    return found
+
+
+def test_a_policy_that_is_its_reference_has_the_losses_of_a_coin_toss(monkeypatch):
+    fresh = {"lora": lab.LoRA(), "precision": "fp32", "seq_len": 32}  # whose adapters add nothing yet
+    assert losses(monkeypatch, run_of("dpo", **fresh)) == pytest.approx([math.log(2)])
+    assert losses(monkeypatch, run_of("kto", **fresh)) == pytest.approx([0.5])
+    grpo = run_of("grpo", **fresh, completion_len=8, generations=4, reference="adapter")
+    assert losses(monkeypatch, grpo) == pytest.approx([-1.0])  # the advantage, and no divergence
+
+
+def test_the_phases_of_grpo_are_not_summed_and_the_engine_has_its_share():
+    run = run_of("grpo", **GENERATED, lora=lab.LoRA())
+    small, large = (lab.estimate(TINY, replace(run, gpu_memory_utilization=share), GPU) for share in (0.2, 0.8))
+    assert large.phases["generate"] - small.phases["generate"] == pytest.approx(0.6 * lab.gpu(GPU).memory, rel=1e-6)
+    assert large.phases["backward"] == small.phases["backward"] and small.outcome == large.outcome == "fits"
+    assert large.step_seconds == pytest.approx(sum(large.time.values()))
+    update = {name: seconds for name, seconds in large.time.items() if name != "generation"}
+    assert update == {name: seconds for name, seconds in small.time.items() if name != "generation"}
+
+
+def test_an_engine_whose_share_holds_no_sequence_is_out_of_memory():
+    run = lab.Training(method="grpo", precision="bf16", seq_len=2048, completion_len=1024, micro_batch=8,
+                       gpu_memory_utilization=0.2, lora=lab.LoRA())  # fmt: skip
+    report = lab.estimate("meta-llama/Llama-3.1-8B", run, "H100-80GB")  # its weights alone are 15 of 16 GiB
+    assert report.outcome == "out of memory" and "gpu_memory_utilization" in report.where
+
+
+@pytest.mark.parametrize("fields", [
+    {"method": "orpo", "reference": "kept"}, {"method": "dpo", "reference": "adapter"}, {"method": "dpo", "tp": 2},
+    {"method": "grpo"}, {"method": "grpo", "completion_len": 1024, "seq_len": 1024}, {"teacher": "gpt2"},
+    {"method": "grpo", "completion_len": 8, "micro_batch": 3}, {"method": "dpo", "stack": "torchtitan"},
+])  # fmt: skip
+def test_options_that_a_method_does_not_have_are_refused(fields):
+    with pytest.raises(SpecError):
+        lab.Training(**fields)
+
+
+def test_plan_and_fix_refuse_what_they_do_not_know_by_name():
+    with pytest.raises(SpecError, match="method='dpo'"):
+        lab.plan("gpt2", "T4", 8, fixed={"method": "dpo"})
+    with pytest.raises(SpecError, match="method='grpo'"):
+        lab.fix(TINY, run_of("grpo", **GENERATED), GPU)
+
+
+def test_the_command_line_takes_a_method():
+    found = CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", "--method", "dpo", "--json"])
+    assert '"method": "dpo"' in found.output and found.exit_code == 0
+    words = ["--method", "grpo", "--completion-len", "8", "--generations", "1", "--json"]
+    assert '"completion_len": 8' in CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", *words]).output
