@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llmlab.simulation.workspaces.none import is_stated
+from llmlab.simulation.workspaces.none import has_known_workspace
 from llmlab.simulation.workspaces.registry import WORKSPACES, name_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def main(arguments: list[str], root: Path = ROOT) -> None:
         parser.error(f"torch {torch.__version__} has no operator {asked.operator}")
     if (has := WORKSPACES.get(name_of(func))) is not None:
         parser.error(f"{asked.operator} has a workspace: {has.__qualname__} in {has.__module__}")
-    if is_stated(func, ()):
+    if has_known_workspace(func, ()):
         parser.error(f"{asked.operator} is known to allocate its outputs alone ({FOLDER / 'none.py'})")
     names, name = [each.name for each in func._schema.arguments], func._schema.name.removeprefix("aten::").strip("_")
     module, test = root / FOLDER / f"{asked.file}.py", root / TEST

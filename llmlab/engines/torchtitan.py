@@ -43,18 +43,22 @@ READ: dict[str, set[str]] = {
     "compile": {"enable", "components"},
     "quantize": {"linear"},
 }  # fmt: skip
-PASSED: dict[str, set[str]] = {
+IGNORED_KEYS: dict[str, set[str]] = {
     "model": {"hf_assets_path", "tokenizer_path", "print_after_conversion"},
     "optimizer": {"lr", "beta1", "beta2", "eps", "weight_decay"},
     "training": {"dataset", "dataset_path", "max_norm", "steps", "mixed_precision_reduce", "gc_freq", "gc_debug",
                  "dataloader", "deterministic", "seed", "debug_moe_force_load_balance"},
-    "parallelism": {"disable_loss_parallel", "enable_async_tensor_parallel",
-                    "context_parallel_load_balancer", "context_parallel_rotate_method"},
-    "activation_checkpoint": {"early_stop", "preserve_rng_state", "determinism_check", "debug",
-                              "per_op_sac_force_recompute_mm_shapes_by_fqns"},
+    "parallelism": {"context_parallel_load_balancer"},
+    "activation_checkpoint": {"early_stop", "preserve_rng_state", "determinism_check", "debug"},
     "compile": {"backend"},
     "quantize": set(),
 }  # fmt: skip
+CHANGES_MEMORY = (  # keys whose other values change memory, with their default
+    ("parallelism", "disable_loss_parallel", False),
+    ("parallelism", "enable_async_tensor_parallel", False),
+    ("parallelism", "context_parallel_rotate_method", "allgather"),
+    ("activation_checkpoint", "per_op_sac_force_recompute_mm_shapes_by_fqns", ["moe.router.gate"]),
+)
 PASSED_SECTIONS = {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "memory_estimation",
                    "fault_tolerance", "experimental", "validation", "debug"}  # fmt: skip
 
@@ -147,10 +151,14 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
     check_keys("torchtitan", config, set(READ) | PASSED_SECTIONS)
     parts = {name: part_of(config, name) for name in READ}
     for name, keys in parts.items():
-        check_keys(f"torchtitan's {name}", keys, READ[name] | PASSED[name])
+        refused = {key for section, key, _ in CHANGES_MEMORY if section == name}
+        check_keys(f"torchtitan's {name}", keys, READ[name] | IGNORED_KEYS[name] | refused)
     training, parallel = parts["training"], parts["parallelism"]
     if training.get("enable_cpu_offload"):
         raise SpecError("enable_cpu_offload=true is not supported here; leave it out")
+    for section, key, default in CHANGES_MEMORY:
+        if (value := parts[section].get(key, default)) != default:
+            raise SpecError(f"{key}={value!r} is not supported here; leave it out, or give {default!r}")
     if parallel.get("expert_tensor_parallel_degree", 1) != 1:
         raise SpecError(f"expert_tensor_parallel_degree={parallel['expert_tensor_parallel_degree']!r}: a Training has "
                         "only expert_parallel_degree")  # fmt: skip

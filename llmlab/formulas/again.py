@@ -13,26 +13,26 @@ from ..specs.run import Training, stack_of
 from ..specs.stages import layers_of
 
 
-def blocks_again(spec: ModelSpec, run: Training) -> int:
+def recomputed_blocks(spec: ModelSpec, run: Training) -> int:
     """Return the number of blocks of which the backward pass recomputes at least a part."""
     if run.checkpointing is None:
         return 0
-    return sum(stack_of(run).blocks_again(run, layers) for layers in layers_of(spec, run))
+    return sum(stack_of(run).recomputed_blocks(run, layers) for layers in layers_of(spec, run))
 
 
-def whole_blocks_again(spec: ModelSpec, run: Training) -> int:
+def wholly_recomputed_blocks(spec: ModelSpec, run: Training) -> int:
     """Return the number of blocks that the backward pass recomputes as a whole."""
-    return blocks_again(spec, run) if run.checkpointing == "full" or stack_of(run).recomputes_one_in else 0
+    return recomputed_blocks(spec, run) if run.checkpointing == "full" or stack_of(run).recomputes_one_in else 0
 
 
 def share_again(spec: ModelSpec, run: Training) -> float:
     """Return the fraction of the blocks of which the backward pass recomputes at least a part."""
-    return blocks_again(spec, run) / spec.layers
+    return recomputed_blocks(spec, run) / spec.layers
 
 
 def whole_again(spec: ModelSpec, run: Training) -> float:
     """Return the fraction of the blocks that the backward pass recomputes as a whole."""
-    return whole_blocks_again(spec, run) / spec.layers
+    return wholly_recomputed_blocks(spec, run) / spec.layers
 
 
 def module_again(run: Training, module: str) -> bool:
@@ -44,7 +44,7 @@ def attentions_again(spec: ModelSpec, run: Training, fused: bool) -> int:
     """Return the number of blocks in which checkpointing recomputes attention scores, in addition to the recomputation
     inside the backward pass of a `fused` kernel. "selective" saves the output of such a kernel if its list contains it.
     Megatron-LM recomputes the module, whichever kernel runs in it."""
-    if whole := whole_blocks_again(spec, run):
+    if whole := wholly_recomputed_blocks(spec, run):
         return whole
     stack = stack_of(run)
     if run.checkpointing != "selective" or stack.recomputes_one_in:

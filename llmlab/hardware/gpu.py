@@ -39,7 +39,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
 PRICES = ("serverless", "rental", "purchase")
 # Under a lower power limit a chip's clocks go as its cube root, because power goes as clocks times the voltage squared,
 # which clocks need. Of large products that is what was measured within 10 %: A100s of 250 and 300 W reach 0.81 and 0.90
-# of one of 400, where it says 0.85 and 0.91 (products.toml), an H100 PCIe of 350 W 0.63 of one of 700 with more
+# of one of 400, where it says 0.85 and 0.91 (measured_rates.toml), an H100 PCIe of 350 W 0.63 of one of 700 with more
 # multiprocessors, where it says 0.69. A GB300 at 500 of 1400 W reached 0.28 to 0.39, not 0.71
 # (facebookexperimental/triton, pull request 2023): below half the limit it does not hold.
 LEAST_POWER = 0.5

@@ -40,7 +40,7 @@ def chunks_of(spec: ModelSpec, run: Training, stage: int) -> tuple[int, ...]:
     >>> chunks_of(model("meta-llama/Llama-3.1-8B"), run, 3)
     (4, 3)
     """
-    if not stack_of(run).counts_ends or run.pp == 1:
+    if not stack_of(run).counts_embedding_and_head_as_layers or run.pp == 1:
         return (layers_of(spec, run)[stage] // run.virtual_stages,) * run.virtual_stages
     return _counts(spec.layers, run.pp * run.virtual_stages, ends=True)[stage :: run.pp]
 
@@ -59,7 +59,7 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
             raise SpecError(f"pp={run.pp} leaves a stage of {spec.name} without any of its {spec.layers} layers, "
                             f"because {stack.name} splits them by their cost; give a smaller pp")  # fmt: skip
         return counts
-    if not stack.counts_ends or run.pp == 1:
+    if not stack.counts_embedding_and_head_as_layers or run.pp == 1:
         return stage_layers(spec.layers, run.pp, spec.name)
     counts = tuple(sum(chunks_of(spec, run, rank)) for rank in range(run.pp))
     return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # which raises

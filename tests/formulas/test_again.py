@@ -6,7 +6,7 @@ import pytest
 
 import llmlab as lab
 from llmlab import Training
-from llmlab.formulas.again import attentions_again, blocks_again, whole_blocks_again
+from llmlab.formulas.again import attentions_again, recomputed_blocks, wholly_recomputed_blocks
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.elementwise import engine_casts, moved
 from llmlab.formulas.time.flops import flops
@@ -40,7 +40,7 @@ def seconds(run):
 def test_so_many_blocks_are_computed_again(run, expected):
     """megatron-core's transformer_block.py: "block" counts through the layers of a virtual stage; torchtitan's
     activation_checkpoint.py through those of a rank."""
-    assert blocks_again(LLAMA, run) == whole_blocks_again(LLAMA, run) == expected
+    assert recomputed_blocks(LLAMA, run) == wholly_recomputed_blocks(LLAMA, run) == expected
     assert attentions_again(LLAMA, run, fused=True) == expected
 
 

@@ -134,7 +134,8 @@ def test_grids_are_transferred_from_the_card_that_is_most_like_it(card, base):
 
 
 def test_a_transferred_product_is_scaled_by_what_binds_it():
-    """By FLOP: the RTX 4090 reaches 165 TFLOP/s (products.toml). By bytes: an H20 reads as fast as its bandwidth."""
+    """By FLOP: the RTX 4090 reaches 165 TFLOP/s (measured_rates.toml). By bytes: an H20 reads as fast as its
+    bandwidth."""
     assert 2 * 8192**3 / kernels("RTX-4090").product(*SQUARE) == pytest.approx(164.81e12, rel=0.005)
     few_rows = (1, 16384, 16384, "bf16")
     h20, base = kernels("H20"), kernels("H100")

@@ -261,13 +261,13 @@ def test_several_gpus_are_not_one(name):
 
 
 def test_clocks_go_as_the_cube_root_of_a_power_limit():
-    """Measured: A100s of 250 and 300 W beside one of 400 (products.toml). Memory is as fast as ever."""
+    """Measured: A100s of 250 and 300 W beside one of 400 (measured_rates.toml). Memory is as fast as ever."""
     whole, limited = gpu("A100"), gpu("A100", power=250)
     assert (limited.name, limited.power, limited.bandwidth) == (whole.name, 250, whole.bandwidth)
     assert limited.peak("bf16") / whole.peak("bf16") == pytest.approx(0.855, abs=0.001)
     assert clocks(limited) == pytest.approx(0.855, abs=0.001) and clocks(whole) == 1 == clocks(gpu("A100", power=400))
     assert clocks(GPU("mine", "NVIDIA", "Ampere", 1, 1.0, {}, 1)) == 1  # in no table
-    measured = read_table("products.toml")
+    measured = read_table("measured_rates.toml")
     for watts, reached in ((250, measured["zzc0721"]["A100-40GB-PCIe"]), (300, measured["chsasank"]["A100-80GB-PCIe"])):
         said = clocks(gpu("A100", power=watts)) * measured["zzc0721"]["A100-80GB"]
         assert reached == pytest.approx(said, rel=0.1)

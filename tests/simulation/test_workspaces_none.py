@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import llmlab as lab
 from llmlab.simulation.simulator import simulator
-from llmlab.simulation.workspaces.none import NOTHING_BESIDES, is_stated
+from llmlab.simulation.workspaces.none import NO_WORKSPACE, has_known_workspace
 from llmlab.simulation.workspaces.registry import WORKSPACES
 from llmlab.specs.run import OPTIMIZERS
 
@@ -26,26 +26,27 @@ MODELS = {
 
 
 def test_each_name_is_an_operators_and_stands_once():
-    names = [name for listed in NOTHING_BESIDES.values() for name in listed.split()]
+    names = [name for listed in NO_WORKSPACE.values() for name in listed.split()]
     assert len(names) == len(set(names))
     for name in names:
         packet, _, overload = name.partition(".")
         func = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        assert func.name() not in WORKSPACES and is_stated(func, ()), name
+        assert func.name() not in WORKSPACES and has_known_workspace(func, ()), name
 
 
 def test_what_takes_more_than_its_outputs_is_stated_by_what_it_takes():
-    assert is_stated(torch.ops.aten.topk.default, WORKSPACES) and not is_stated(torch.ops.aten.topk.default, ())
-    assert is_stated(torch.ops.aten.view.default, ()) and is_stated(torch.ops.aten.silu.default, ())
-    assert not is_stated(torch.ops.aten.im2col.default, WORKSPACES)
+    assert has_known_workspace(torch.ops.aten.topk.default, WORKSPACES)
+    assert not has_known_workspace(torch.ops.aten.topk.default, ())
+    assert has_known_workspace(torch.ops.aten.view.default, ()) and has_known_workspace(torch.ops.aten.silu.default, ())
+    assert not has_known_workspace(torch.ops.aten.im2col.default, WORKSPACES)
 
 
 def test_what_sorts_its_indices_to_be_deterministic_is_not_known_then():
     add = torch.ops.aten.index_add_.default
-    assert is_stated(add, WORKSPACES)
+    assert has_known_workspace(add, WORKSPACES)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not is_stated(add, WORKSPACES)
+        assert not has_known_workspace(add, WORKSPACES)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -175,7 +175,7 @@ def test_what_a_stack_has_not_is_refused_by_name(given, names):
 def test_every_option_of_another_stack_is_refused_by_name(asked, other):
     own = {each.name for each in dataclasses.fields(asked)}
     for option in dataclasses.fields(other):
-        if option.name in own or option.name in asked.undescribed:
+        if option.name in own or option.name in asked.unsupported_options:
             continue
         owners = [name for name, each in STACKS.items() if option.name in {f.name for f in dataclasses.fields(each)}]
         with pytest.raises(lab.SpecError) as error:
@@ -184,7 +184,7 @@ def test_every_option_of_another_stack_is_refused_by_name(asked, other):
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize("option", lab.Torchtitan.undescribed)
+@pytest.mark.parametrize("option", lab.Torchtitan.unsupported_options)
 def test_what_torchtitan_has_and_is_not_described_is_said(option):
     with pytest.raises(lab.SpecError, match=f"torchtitan's {option} is not supported here: .{{20}}"):
         lab.Torchtitan(**{option: True})

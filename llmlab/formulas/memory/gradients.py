@@ -105,7 +105,7 @@ def gradients(share: Share, states: States) -> Gradients:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:
         embedding = (whole_table or table) if accumulates and share.first else 0
-    if share.first and stack.counts_rows:
+    if share.first and stack.models_embedding_backward:
         sums = embedding_sums(share)
         embedding = max(embedding, (whole_table or table) + tied * table + sums) if sharded else embedding + sums
     # The head's gradient is added to the accumulated one immediately, unless it still has to be added to the

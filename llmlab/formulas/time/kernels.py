@@ -2,12 +2,11 @@
 
 Four origins, the best that there is for a card:
 
-    measured      its own grids (hardware/kernel_tables.py)
-    fitted        rates that records of whole steps gave: the T4's (hardware/efficiencies.toml)
-    transferred   the grids of a card with the same units, each time scaled: where FLOP take longer by the ratio of what
-                  large products reach (hardware/products.toml), or of peaks, where bytes do by that of bandwidths;
-                  none is faster than those large products
-    data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
+    measured      its own grids (hardware/kernel_tables.py) fitted        rates that records of whole steps gave: the
+    T4's (hardware/efficiencies.toml) transferred   the grids of a card with the same units, each time scaled: where
+    FLOP take longer by the ratio of what large products reach (hardware/measured_rates.toml), or of peaks, where bytes
+    do by that of bandwidths; none is faster than those large products data sheet    its peaks and bandwidth, times the
+    share that measured cards reach of theirs
 
 Bytes outside of those kernels go at the rate of records, else at a share of what a copy reaches (`copy_share`), else of
 the data sheet's bandwidth.
@@ -71,7 +70,7 @@ class Kernels:
     sustained_fp8: float  # and in fp8
     spread: float
     reached: float | None  # FLOP/s that others measured of large products in half precision; None with own grids
-    flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of AMD's libraries (products.toml)
+    flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of AMD's libraries (measured_rates.toml)
     scale: float  # what a FLOP takes on `card` over what it takes on `base`
     _products: dict[tuple[int, int, int, str], tuple[float | None, bool]] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
@@ -91,7 +90,7 @@ class Kernels:
         if self.rates:
             return f"fitted to {self.rates.derived_from}"
         if self.reached:
-            return f"large matmuls at {self.reached / 1e12:.0f} TFLOP/s (products.toml)"
+            return f"large matmuls at {self.reached / 1e12:.0f} TFLOP/s (measured_rates.toml)"
         return f"{self.shares['products']:.0%} of the data sheet"
 
     @cached_property
@@ -112,7 +111,7 @@ class Kernels:
         elif self.flash:
             at = {kind: f"{rates['forward']:.0f}" for kind, rates in self.flash.items()}
             narrow = f" ({at['sdpa-64']} with heads of 64)" if "sdpa-64" in at else ""
-            attention = f"SDPA at {at['sdpa']} TFLOP/s{narrow}, Composable Kernel at {at['ck']} (products.toml)"
+            attention = f"SDPA at {at['sdpa']} TFLOP/s{narrow}, Composable Kernel at {at['ck']} (measured_rates.toml)"
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         if not self.table and self.reached and self.card.peak("fp8"):
@@ -395,7 +394,7 @@ def _cast_seconds(gpu: str) -> float:
 def _reached(card: GPU) -> float | None:
     """Return the FLOP/s that others measured of large products in half precision on `card`; of AMD's MI350X, which is a
     MI355X of 1000 W, the share of its peak that was measured on that."""
-    table, sources = read_table("products.toml"), ("zzc0721", "ROCm", "stas00", "chsasank", "mli")
+    table, sources = read_table("measured_rates.toml"), ("zzc0721", "ROCm", "stas00", "chsasank", "mli")
     like = find_gpu(SLOWER.get(card.name, card.name))
     rate = next((table[by][like.name] for by in sources if like.name in table[by]), None)
     mine, theirs = find_gpu(card.name).peak("bf16"), like.peak("bf16")
@@ -404,9 +403,9 @@ def _reached(card: GPU) -> float | None:
 
 @cache
 def copy_share(card: GPU) -> float | None:
-    """Return the share of the data sheet's bandwidth that a copy reaches on `card`: its own (products.toml), else the
-    median of cards of its compute capability, whose memory is of one kind; None where there is none."""
-    rates = read_table("products.toml")["copies"]
+    """Return the share of the data sheet's bandwidth that a copy reaches on `card`: its own (measured_rates.toml), else
+    the median of cards of its compute capability, whose memory is of one kind; None where there is none."""
+    rates = read_table("measured_rates.toml")["copies"]
     shares = {find_gpu(name): 1e9 * rate / find_gpu(name).bandwidth for name, rate in rates.items()}
     own = [share for gpu, share in shares.items() if gpu.name == card.name]
     alike = [share for gpu, share in shares.items() if gpu.compute_capability == card.compute_capability]
@@ -415,7 +414,7 @@ def copy_share(card: GPU) -> float | None:
 
 def _flash(card: GPU) -> dict[str, dict[str, float]]:
     """Return what fused attention reaches on chips of other makers, by library and by pass; empty for NVIDIA's."""
-    rates, share = read_table("products.toml")["attention"], clocks(card)
+    rates, share = read_table("measured_rates.toml")["attention"], clocks(card)
     return {
         kind: {part: share * rate for part, rate in by[card.architecture].items()}
         for kind, by in rates.items() if card.architecture in by

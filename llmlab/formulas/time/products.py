@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training, stack_of
-from ..again import module_again, whole_blocks_again
+from ..again import module_again, wholly_recomputed_blocks
 from ..memory.methods import others, value_run
 from ..memory.share import adapter_bytes, by_bitsandbytes
 
@@ -88,7 +88,7 @@ def _experts(spec: ModelSpec, run: Training) -> Iterator[Product]:
     if not spec.experts:
         return
     layers, trained = spec.moe_layers, 0 if run.lora else spec.moe_layers
-    again = layers * whole_blocks_again(spec, run) // spec.layers
+    again = layers * wholly_recomputed_blocks(spec, run) // spec.layers
     hidden, width, copies = spec.hidden, spec.moe_intermediate, spec.experts_per_token
     yield Product("router", hidden, spec.experts, layers, layers, trained, again)
     yield Product("experts", hidden, width, 2 * layers, 2 * layers, 2 * trained, 2 * again, copies, "outputs")
@@ -145,8 +145,8 @@ def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
     if stack.recomputes_one_in or stack.recompute_modules:  # each to its end
         if linear.part == "mlp" and module_again(run, "mlp"):
             return linear.count
-        return linear.count * whole_blocks_again(spec, run) // spec.layers
-    if run.checkpointing == "selective" and stack.second_products:
+        return linear.count * wholly_recomputed_blocks(spec, run) // spec.layers
+    if run.checkpointing == "selective" and stack.recomputes_every_second_matmul:
         return linear.count if linear.name in SECOND else 0
     if run.checkpointing == "selective" and not by_bitsandbytes(run):
         return 0

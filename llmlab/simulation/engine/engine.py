@@ -43,7 +43,7 @@ from ..values.collectives import COLLECTIVES, exchange
 from ..values.counts import BALANCED, BINS, DISTINCT, balance, counts_of, distinct_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
 from ..values.placeholders import asked_by_torch, initializing, needs_values, value_for
-from ..workspaces.none import is_stated
+from ..workspaces.none import has_known_workspace
 from ..workspaces.registry import CPU_WORKSPACES, WORKSPACES, Operator, Workspace
 from .inplace_autograd import CANDIDATES, counts_alone, plain_form
 from .operators import cast_copies, changes_values_alone, decomposed, is_composite, mixed_devices
@@ -417,7 +417,7 @@ def _of_others(types: tuple[type, ...]) -> bool:
 def notes_of(engine: Engine) -> tuple[Note, ...]:
     """Return what `engine` did not count, a sentence each."""
     met = engine.met if engine.device == GPU_DEVICE else ()
-    unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
+    unknown = sorted(str(func) for func in met if not has_known_workspace(func, engine.workspaces))
     launched = ", ".join(f"{name} ({count})" for name, count in engine.launches.most_common(3))
     triton = f"Time and FLOP leave out these Triton kernels (number of launches): {launched}."
     return (

@@ -22,7 +22,7 @@ WITHOUT_KERNEL = frozenset((
 ))  # fmt: skip
 
 
-NOTHING_BESIDES = {
+NO_WORKSPACE = {
     "cuda/Fill.cu": "fill_.Scalar fill_.Tensor zero_",
     "TensorFactories.cpp": (
         "arange arange.start arange.start_step full full_like new_full new_ones new_zeros ones ones_like scalar_tensor "
@@ -65,7 +65,7 @@ ELSE_SORTED = frozenset((
     "index_add", "index_add_", "index_copy_", "scatter.src", "scatter_.src", "scatter.value", "scatter_.value",
     "scatter_add", "scatter_add_",
 ))  # fmt: skip
-_STATED = frozenset(name for names in NOTHING_BESIDES.values() for name in names.split())
+_NO_WORKSPACE_NAMES = frozenset(name for names in NO_WORKSPACE.values() for name in names.split())
 
 
 @cache
@@ -76,11 +76,11 @@ def is_view(func: Any) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
-def is_stated(func: Any, workspaces: Container[str]) -> bool:
+def has_known_workspace(func: Any, workspaces: Container[str]) -> bool:
     """Return whether all that operator `func` allocates is known, `workspaces` being the names that have a function."""
     if func.name() in workspaces or func.namespace != "aten" or is_view(func):
         return True
     name = func.name().removeprefix("aten::")
     if name in ELSE_SORTED and torch.are_deterministic_algorithms_enabled():
         return False
-    return torch.Tag.pointwise in func.tags or name in _STATED
+    return torch.Tag.pointwise in func.tags or name in _NO_WORKSPACE_NAMES

@@ -80,7 +80,7 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
             both = {field: given[field], "pp": given["pp"]}  # what orders stages is for those that have some
             others += [s.name for s in STACKS.values() if all(v in s.allowed.get(f, (v,)) for f, v in both.items())]
             own = ", ".join("none" if value is None else repr(value) for value in values)
-            if why := stack.undescribed.get(field):
+            if why := stack.unsupported_options.get(field):
                 raise SpecError(f"{field}={given[field]!r} with stack={stack.name!r}: {why}; give {field}={own}")
             raise SpecError(
                 f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, others))} has; "

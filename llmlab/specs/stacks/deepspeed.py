@@ -52,7 +52,7 @@ class DeepSpeed(StackOptions):
         "reduce_dtype": ("fp32",),
     }
 
-    undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    unsupported_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("tp", "pp"), "Megatron-DeepSpeed has it; lab.estimate bounds its memory with stack='megatron:deepspeed=true'"
     )
 

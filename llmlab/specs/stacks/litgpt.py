@@ -28,7 +28,7 @@ class LitGPT(StackOptions):
     flat_parameters = True  # Fabric's FSDPStrategy
     loss_after_model = True  # litgpt/finetune/full.py, fit
     names_cuda = True
-    undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    unsupported_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("precision", "optimizer", "quantization", "compile"), "other recipes are not supported here"
     )
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {

@@ -260,7 +260,7 @@ class Megatron(StackOptions):
         tensor = run.sequence_parallel or self.async_tensor_model_parallel_allreduce
         return ("data",) * self.overlap_grad_reduce + ("tensor",) * tensor
 
-    def blocks_again(self, run: Any, layers: int) -> int:
+    def recomputed_blocks(self, run: Any, layers: int) -> int:
         """With recompute_method="block" the first recompute_num_layers of each virtual stage
         (megatron/core/transformer/transformer_block.py, _checkpointed_forward)."""
         if run.checkpointing != "full" or self.recompute_method != "block":

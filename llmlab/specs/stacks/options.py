@@ -27,7 +27,7 @@ class StackOptions(Spec):
     name: ClassVar[str]
     has_package: ClassVar[bool] = True  # whether simulating it imports a package of its name; else it is not simulated
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    undescribed: ClassVar[Mapping[str, str]] = {}  # options, or values of fields, that its code has: why not
+    unsupported_options: ClassVar[Mapping[str, str]] = {}  # options, or values of fields, that its code has: why not
     own_names: ClassVar[Mapping[str, str]] = {}  # by field of Training: the stack's own option that says the same
     families: ClassVar[tuple[str, ...]] = ()  # of models that are described, of ModelSpec.family; empty: all
 
@@ -45,11 +45,11 @@ class StackOptions(Spec):
     reshards_model: ClassVar[bool] = False  # whether FSDP2 frees what is outside of blocks after forward
     loss_after_model: ClassVar[bool] = False  # whether FSDP's model returns before the loss is computed
     lists_kernels: ClassVar[bool] = False  # whether it names SDPA's kernels, all but the memory-efficient one
-    second_products: ClassVar[bool] = False  # whether "selective" recomputes every second product
+    recomputes_every_second_matmul: ClassVar[bool] = False  # whether "selective" recomputes every second product
     dtensors: ClassVar[bool] = True  # whether tensor parallelism cuts parameters by DTensor
     torch_stages: ClassVar[bool] = False  # whether buffers of torch's PipelineStage are counted
-    counts_ends: ClassVar[bool] = False  # whether its pipelines count embedding and head as layers where they need not
-    counts_rows: ClassVar[bool] = False  # whether sums over equal tokens are counted in the embedding's backward
+    counts_embedding_and_head_as_layers: ClassVar[bool] = False  # of a pipeline, by default
+    models_embedding_backward: ClassVar[bool] = False  # sums over equal tokens are counted
     counts_hooks: ClassVar[bool] = False  # whether the host's time for FSDP2's hooks and for DTensor is counted
     timed_pipelines: ClassVar[bool] = False  # whether rates come from its own pipelines, not from unnamed engines'
     pads_vocabulary: ClassVar[bool] = False  # whether rows of logits are padded to whole 16 bytes
@@ -80,7 +80,7 @@ class StackOptions(Spec):
     def __new__(cls, *args: Any, **options: Any) -> StackOptions:
         for option in options:
             if option not in (own := [f.name for f in fields(cls)]):
-                if why := cls.undescribed.get(option):
+                if why := cls.unsupported_options.get(option):
                     raise SpecError(f"{cls.name}'s {option} is not supported here: {why}")
                 stacks = StackOptions.__subclasses__()
                 others = [one.name for one in stacks if option in {f.name for f in fields(one)}]
@@ -147,7 +147,7 @@ class StackOptions(Spec):
         """Return what hides behind computation, of formulas.time.distributed.OVERLAPS."""
         return ("data",)
 
-    def blocks_again(self, run: Any, layers: int) -> int:
+    def recomputed_blocks(self, run: Any, layers: int) -> int:
         """Return of how many blocks, of a rank's `layers`, backward computes something again where it does at all."""
         return layers // (self.recomputes_one_in or 1)
 

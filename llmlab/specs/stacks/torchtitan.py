@@ -41,14 +41,14 @@ class Torchtitan(StackOptions):
     expandable_segments = True  # run_train.sh
     own_experts = True  # models/llama4/infra/parallelize.py, apply_fsdp
     lists_kernels = True  # cuDNN's, FlashAttention and the plain formula (models/attention.py)
-    second_products = True  # distributed/activation_checkpoint.py
+    recomputes_every_second_matmul = True  # distributed/activation_checkpoint.py
     torch_stages = True  # distributed/pipeline_parallel.py
-    counts_ends = True
-    counts_rows = True
+    counts_embedding_and_head_as_layers = True
+    models_embedding_backward = True
     counts_hooks = True
     chooses_zero = True
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "ac", "zero": "reshard_after_forward"}
-    undescribed: ClassVar[Mapping[str, str]] = {
+    unsupported_options: ClassVar[Mapping[str, str]] = {
         "memory_budget": "with it, torch's partitioner chooses which operators to recompute; give ac= instead",
         "disable_loss_parallel": "with tensor parallelism each rank computes the loss of its logits; leave it out",
         "enable_async_tensor_parallel": "it allocates symmetric memory outside of PyTorch's allocator; leave it out",

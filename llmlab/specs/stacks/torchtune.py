@@ -48,7 +48,7 @@ class Torchtune(StackOptions):
         "optimizer": "optimizer",
         "zero": "fsdp_reshard_after_forward",
     }
-    undescribed = {"double_quant": "torchao's NF4Tensor always quantizes its scales"}  # noqa: RUF012
+    unsupported_options = {"double_quant": "torchao's NF4Tensor always quantizes its scales"}  # noqa: RUF012
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("bf16", "fp32"),
         "optimizer": ("adamw", "adamw-8bit"),
