@@ -261,6 +261,8 @@ class Comparison(Tabular):
         runs = [report.run for report in self.reports]
         given = dict.fromkeys(f.name for run in runs for f in fields(run) if f.name not in getattr(run, "unset", ()))
         differ = [name for name in given if len({repr(getattr(run, name, None)) for run in runs}) > 1]
+        if len({_setting(report, "stack") for report in self.reports}) == len(set(map(repr, runs))) > 1:
+            differ = ["stack"]  # each run has its own, and with it what it sets
         several = len({report.gpu for report in self.reports}) > 1
         names = [[report.gpu or "no GPU"] if several else [] for report in self.reports]
         return [", ".join([*gpu, *(_setting(report, name) for name in differ)])

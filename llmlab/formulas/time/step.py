@@ -149,8 +149,8 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
         blocks += other.passes * (both[0] - both[1])
         both = [started(other.spec, each).seconds(gpu_kernels.host) for each in (again, once)]
         host += other.passes * (both[0] - both[1])
-    if run.reference_model == "offloaded":  # there and back
-        blocks += 2 * offloaded(spec, run) / to_host(card)
+    if run.reference_model == "offloaded":  # to the GPU and back by Module.to, whose host memory is pageable
+        blocks += 2 * offloaded(spec, run) / to_host(card, pinned=False)
     if run.objective.critic:
         value = value_run(run)
         blocks += moved(spec, value, card).blocks / gpu_kernels.bandwidth
