@@ -274,26 +274,29 @@ HEAD = """\
 # What training steps reach, beside what single kernels do (hardware/kernels); derived on {date} by
 # benchmarks/time/training_rates.py, don't edit by hand.
 #
-# measured   the cards with kernels that were measured share      of the data sheet, medians over those cards: of the
-# peak by a product of 8192 x 8192 matrices, and by            causal attention (batch 8, 32 heads of 128, 4096 tokens);
-# of the bandwidth by element-wise operators, the            mean of the cards in efficiencies.toml whose operators were
-# measured, and of what a copy reaches there            (copied; of cards whose copies were timed, measured_rates.toml).
-# How much longer the memory-efficient kernel            takes than FlashAttention 2 (arXiv 2307.08691, figure 4 c and
-# d) flash_attention_2    10^12 FLOP/s of its forward and backward pass, by compute capability and head size, of so many
-# sequences of `lengths` that they have 16,384 tokens, with heads of 2,048 in all (figures 4 and 7, c and d);
-# a B200's and B300's: an H100's, times what a B200 does more without a mask (Dao-AILab/flash-attention,
-# issue 1589) sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds
-# clocks back, by            compute capability: A100, H100, B200, B300 and their like; of other chips nobody published
-# enough for it fp8        what that share is times in fp8, by its major part. mxfp8: how much longer products with a
-# scale per 32            elements take scale      contention: the share of hidden communication that a step loses all
-# the same, of the time that it takes            inside a node; what each doubling of the nodes costs: seconds, by which
-# one run took longer on 2,048 GPUs            than on 16, and a share of the step where ranks wait for one another in
-# each layer, for sharded parameters spread     logarithm by which 80 % of predictions are off at most, by where the
-# rates are from; AMD: of its cards,            and of a data sheet at least; cut: at least, with tensor or pipeline
-# parallelism; pipeline: at least, of            engines that are not named; beyond: of products that are extrapolated,
-# beside the rest: measured grids cut            to a quarter of each axis, against what was measured beyond engine
-# seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
-# other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
+# measured   the cards with kernels that were measured
+# share      of the data sheet, medians over those cards: of the peak by a product of 8192 x 8192 matrices, and by
+#            causal attention (batch 8, 32 heads of 128, 4096 tokens); of the bandwidth by element-wise operators, the
+#            mean of the cards in efficiencies.toml whose operators were measured, and of what a copy reaches there
+#            (copied: of cards with timed copies, measured_rates.toml). How much longer the memory-efficient kernel
+#            takes than FlashAttention 2 (arXiv 2307.08691, figure 4 c and d)
+# flash_attention_2    10^12 FLOP/s of its forward and backward pass, by compute capability and head size, of so many
+#            sequences of `lengths` that they have 16,384 tokens, with heads of 2,048 in all (figures 4 and 7, c and d);
+#            a B200's and B300's: an H100's, times what a B200 does more without a mask (Dao-AILab/flash-attention,
+#            issue 1589)
+# sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
+#            compute capability: A100, H100, B200, B300 and their like; of other chips nobody published enough for it
+# fp8        what that share is times in fp8, by its major part. mxfp8: how much longer products with a scale per 32
+#            elements take
+# scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
+#            inside a node; what each doubling of the nodes costs: seconds, by which one run took longer on 2,048 GPUs
+#            than on 16, and a share of the step where ranks wait for one another in each layer, for sharded parameters
+# spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; AMD: of its cards,
+#            and of a data sheet at least; cut: at least, with tensor or pipeline parallelism; pipeline: at least, of
+#            engines that are not named; beyond: of products that are extrapolated, beside the rest: measured grids cut
+#            to a quarter of each axis, against what was measured beyond
+# engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
+#            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #
 # sustained, fp8 and the rest of scale are fitted to {rows} published throughputs ({after}).
 # spread is that of {other} others ({left_out}), each source counting the same, times {widened:.2f}:
