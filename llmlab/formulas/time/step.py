@@ -217,7 +217,7 @@ def update_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> floa
                "muon": state}.get(run.optimizer, 0)  # fmt: skip
     copies = 0
     if b.master and not run.lora:
-        if not uses_fsdp(run):  # its shards and its reduced gradients are already fp32
+        if not uses_fsdp(run):  # FSDP2's shards and reduced gradients are already fp32
             copies = b.master + b.weights + (gradient + b.master if gradient < b.master else 0)
         gradient = b.master
     orthogonal = _orthogonal_seconds(spec, run, gpu_kernels) if run.optimizer == "muon" else 0.0
@@ -272,8 +272,8 @@ def tokens_of(run: Run) -> int:
 def mfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
     """Return model FLOPs utilisation, or None if the data sheet has no peak.
 
-    It is the FLOP that the model needs, without recomputation (PaLM, arXiv 2204.02311, appendix B), divided by those
-    that the GPU could compute at its data sheet's peak. As in that paper, attention counts without its mask. Causal
+    It is the FLOP that the model needs, without recomputation (PaLM, arXiv 2204.02311, appendix B), divided by the FLOP
+    that all GPUs could compute in `seconds` at their peak. As in that paper, attention counts without its mask. Causal
     kernels skip half of it, so with long sequences the result can exceed 100 %.
     """
     return utilisation(flops(spec, run, card).model, run, card, seconds)
@@ -355,8 +355,8 @@ def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[s
 
 
 def misaligned_factor(card: GPU) -> tuple[bool, float]:
-    """Return whether `UNALIGNED` has a factor for the GPU's chip, and the factor by which matmuls with such rows take
-    longer, or may take longer."""
+    """Return whether `UNALIGNED` has a factor for the GPU's chip, and this factor, or else the smallest one: matmuls
+    whose rows are no multiple of 16 bytes take, or may take, this many times as long."""
     chip = card.compute_capability or (0, 0)
     return chip in UNALIGNED, UNALIGNED.get(chip, min(UNALIGNED.values()))
 
@@ -383,8 +383,8 @@ def columns_backward(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tu
 
 
 def _is_misaligned(part: str, kind: str, run: Training, gpu_kernels: Kernels) -> bool:
-    """Whether misaligned rows make these matmuls slower: they are in 16 bits, and nothing pads the rows. Adapters'
-    matmuls are limited by bandwidth anyway."""
+    """Whether misaligned rows slow down the matmuls of `part` in dtype `kind`: those in 16 bits, unless the rows are
+    padded. Adapters' matmuls are limited by bandwidth anyway."""
     padded = run.compile or stack_of(run).pads_vocabulary or part == "adapters"
     return not padded and kind in ("fp16", "bf16") and gpu_kernels.measured(kind)
 

@@ -55,7 +55,7 @@ PLAIN = 1.55  # 80 % of 189 families counted as plain transformers are within th
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a step, or None if they are unknown; 80 % of such predictions are between `low` and `high`.
+    """Seconds of a step, or None if they are unknown, and their 80 % interval, from `low` to `high`.
 
     `parts` has seconds by name (`PARTS`) and adds up to `seconds`; `sources` has the source of each part. `hidden` has
     the seconds of communication that computation hides, which are in no part. `layer` has the seconds of one layer in a
