@@ -1,4 +1,4 @@
-"""Memory of one generation: weights, the KV cache, and the working set of a pass."""
+"""Memory of one generation: the weights, the KV cache, and the activations of a pass."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ KV_GROUP_BYTES = 4
 
 
 def kv_cache_bytes(spec: ModelSpec, run: Inference, tokens: int | None = None, windowed: bool = True) -> int:
-    """Return the bytes of keys and values on one device, of `tokens` (default `seq_len`) of each of `batch` sequences.
+    """Return the bytes of keys and values on one device, for `tokens` (default `seq_len`) of each of `batch` sequences.
 
-    2 · layers · kv_heads · head_dim elements per token; with latent attention (DeepSeek-V2, arXiv 2405.04434, section
-    2.1) the compressed vector instead. A sliding window bounds the tokens, unless `windowed` is False: transformers'
-    DynamicCache keeps the whole prompt until the first new token has been read. Otherwise these are the bytes of its
-    StaticCache, to the byte, and those under its DynamicCache while it decodes.
+    A token has 2 · layers · kv_heads · head_dim elements, or with latent attention (DeepSeek-V2, arXiv 2405.04434,
+    section 2.1) one compressed vector per layer. A sliding window limits the tokens, unless `windowed` is False:
+    transformers' DynamicCache keeps the whole prompt until the first new token has been read. Otherwise, these are
+    exactly the bytes of its StaticCache, and those of its DynamicCache during decode.
     """
     tokens = run.seq_len if tokens is None else tokens
-    # Tensor parallelism divides the kv heads; the compressed vector, and what is left of the heads, is on every rank.
+    # Tensor parallelism divides the kv heads. With more ranks than kv heads, each rank has one, and every rank has the
+    # whole compressed vector.
     split = 1 if spec.mla else min(run.tp, spec.kv_heads)
     elements = spec.kv_elements_per_token // spec.layers // split  # of one layer and position
     position = elements * KV_BITS[run.kv] // 8
@@ -39,14 +40,16 @@ def kv_cache_bytes(spec: ModelSpec, run: Inference, tokens: int | None = None, w
 
 
 def loaded_bytes(spec: ModelSpec, run: Inference) -> int:
-    """Return the bytes of all weights on one device; nf4 and int8 leave embedding, head, norms and router in 16 bit."""
+    """Return the bytes of all weights on one device. With nf4 and int8, the embedding, the head, the norms and the
+    router stay in 16 bits."""
     if run.weights not in ("nf4", "int8"):
         return weight_bytes(run.weights, spec.parameters, 0) // run.tp
     return stored_bytes(spec, run.weights, spec.parameters, 2) // run.tp
 
 
 def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[Moment]:
-    """Return the moments of one generation: weights, the prompt at once (prefill), the last token (decode)."""
+    """Return the moments of one generation: the weights are loaded, the whole prompt (prefill), the last token
+    (decode)."""
     weights = loaded_bytes(spec, run)
     kernel = attention_kernel(spec, run, gpu) if gpu else run.attention
 
@@ -64,29 +67,34 @@ def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[
         Moment("load", "weights loaded", {"weights": weights}),
         moment("prefill", "the prompt", run.prompt_len, run.prompt_len),
     ]
-    if run.new_tokens > 1:  # the last one goes through no model
+    if run.new_tokens > 1:  # the model does not read the last new token
         moments.append(moment("decode", "the last token", 1, run.seq_len - 1))
     return moments
 
 
 def working_bytes(spec: ModelSpec, run: Inference, kernel: str, new: int, cached: int) -> int:
-    """Return the activations of a pass over `new` tokens of each sequence, which sees `cached`, themselves among them:
-    residual and norm, then the wider of the MLP's branches and attention's q, k, v and output."""
+    """Return the bytes of activations of a pass over `new` tokens per sequence, which attend to `cached` tokens,
+    including themselves.
+
+    These are the residual and the norm, plus either the branches of the MLP or q, k, v and the output of attention,
+    whichever are larger.
+    """
     tokens, c = run.batch * new, _compute_bytes(run)
-    # In elements per token; a GELU written out has four tensors alive.
+    # In elements per token. A GELU of separate operators has four tensors alive.
     mlp: float = (3 if spec.gated else 2 if spec.activation in FUSED else 4) * spec.token_mlp_width
     attention: float = 2 * spec.query_width + 2 * spec.key_width
-    if spec.mla:  # the latent is projected up to every head's key and value, for every token in the cache
+    if spec.mla:  # the latents of all cached tokens are projected to keys and values of all heads
         up = spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim + spec.head_dim)
         attention = 2 * spec.query_width + up * cached / new
     scores = run.batch * spec.heads * new * cached
     if run.attention == "eager":
-        # Softmax's input, its fp32 output and that output's copy; the mask. The block's frame keeps the attention
-        # weights alive while the MLP runs.
+        # The input of softmax, its fp32 output, the copy of this output, and the mask. A variable of the block keeps
+        # the attention weights alive while the MLP runs.
         attention += scores * (4 + c + (c if c != 4 else 0) + c / spec.heads) / (tokens * c)
         mlp += scores * (1 + 1 / spec.heads) / tokens
     elif kernel == "math":
-        # In fp32: keys and values, both repeated to all heads, keys scaled; softmax's input, output and marks.
+        # In fp32: keys and values, both repeated to all heads, and scaled keys; the input and output of softmax, and
+        # a mask of one byte per score.
         heads = 2 * spec.kv_heads + 3 * spec.heads
         attention += (4 * heads * spec.head_dim * run.batch * cached + 9 * scores) / (tokens * c)
     return int(tokens * c * (2 * spec.hidden + max(mlp, attention) / run.tp))

@@ -1,4 +1,4 @@
-"""From moments to a Report."""
+"""The Report of an estimate, from the moments of memory and the time of a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
 def assessed(
     model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None
 ) -> tuple[Report, Verdict]:
-    """Return the report of `llmlab.estimate`, and between what the process takes in the fullest stage."""
+    """Return the report of `llmlab.estimate`, and the verdict on the fullest pipeline stage."""
     spec = find_model(model)
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
@@ -58,7 +58,7 @@ def assessed(
     sort, fit = kind(spec, run, peak), Verdict("unknown", 0, 0)
     if card:
         fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec))
-    over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
+    over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # a compiled step may need less
     traced = _durations(spec, run, card, trace) if trace and card and isinstance(run, Training) else None
     time = timing(spec, run, card, cluster, traced)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
@@ -96,10 +96,10 @@ def assessed(
 
 
 def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
-    """Return the verdict of `assessed` alone, of a run that was checked: what a search asks of many. Of a run that does
-    not fit it is that of the first stage found not to.
+    """Return only the verdict of `assessed` for a run that has been checked, which is faster for searches. If the run
+    does not fit, it is the verdict at the first stage found not to fit.
 
-    Behind the second stage of a pipeline none but the last, which has the head, holds more than the second.
+    Of the stages after the second, only the last, which has the head, can need more memory than the second.
     """
     total = 0
     for stage in dict.fromkeys((0, run.pp - 1, min(1, run.pp - 1))):
@@ -119,8 +119,11 @@ def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
 
 
 class _Memory(NamedTuple):
-    """The moments of all pipeline stages, each with its bytes, and the peaks; of the first one the moment of its peak,
-    the peak of each phase, and what blocks keep at the end of forward, by kind."""
+    """The moments of each pipeline stage with their bytes (`stages`), and the peak of each stage (`peaks`).
+
+    The other fields describe stage 0: the moment of its peak, the peak of each phase, and the bytes that blocks save in
+    the forward pass, by kind.
+    """
 
     stages: list[list[tuple[Moment, int]]]
     peaks: list[int]
@@ -135,14 +138,14 @@ def _memory(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> _Memory:
     return _summed([inference_moments(spec, run, card)], {})
 
 
-@lru_cache(maxsize=64)  # who asks for a run on one card asks for it on others
+@lru_cache(maxsize=64)  # callers often compare one run on several GPUs
 def _training_memory(spec: ModelSpec, run: Training, card: GPU | None, cpu: bool) -> _Memory:
     stages = [step_memory(share_of(spec, run, card, cpu, stage)) for stage in range(run.pp)]
     return _summed([stage.moments() for stage in stages], stages[0].activations_by_kind)
 
 
 def _traced(trace: Trace, run: Training) -> _Memory:
-    """Return the moments of a trace, which is never of a pipeline."""
+    """Return the memory of a traced step, which never has a pipeline."""
     sizes = run.micro_batch, run.seq_len
     moments = [Moment(moment.phase, moment.place, trace.parts(moment, *sizes)) for moment in trace.moments]
     memory = _summed([moments], {})
@@ -151,7 +154,8 @@ def _traced(trace: Trace, run: Training) -> _Memory:
 
 
 def _durations(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> Traced | None:
-    """Return what the operators of a trace take on `card`; None where it has none, or their rates are not known."""
+    """Return the times of a trace's operators on `card`, or None if the trace has no operators, or a rate is
+    unknown."""
     shallow, deep = trace.kernels.at(run.micro_batch, run.seq_len)
     both = [durations(operators, logits_of(spec, run), kernels(card)) for operators in (shallow, deep) if operators]
     if not both or both[0] is None or both[1] is None:
@@ -160,7 +164,7 @@ def _durations(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> Trace
 
 
 def _origin(spec: ModelSpec, trace: Trace | None, traced: Traced | None) -> Note:
-    """Say where an estimate is from whose family has no formulas."""
+    """Return the note on the source of an estimate for a family without formulas."""
     plain = f"a plain transformer with the sizes of {spec.name}, with a wider margin"
     if trace:
         code = f"derived from the code of {spec.family} in transformers"
@@ -182,12 +186,12 @@ def _summed(stages: list[list[Moment]], activations: dict[str, int]) -> _Memory:
     return _Memory(totals, peaks, first, phases, activations)
 
 
-_KINDS: dict[tuple[object, ...], GPU] = {}  # the first card that was asked for of each kind
+_KINDS: dict[tuple[object, ...], GPU] = {}  # the first GPU of each kind that was needed
 
 
 def _alike(card: GPU, run: Training) -> GPU:
-    """Return the first card on which a step takes as many bytes as on `card`: these are all that formulas/memory reads
-    of one."""
+    """Return the first GPU so far on which a step needs as many bytes as on `card`, because both agree in all values
+    that formulas/memory reads of a GPU."""
     kind: tuple[object, ...] = (
         card.cublas_workspace, card.supports_flash_attention_2, card.prefers_cudnn_attention, card.compute_capability,
     )  # fmt: skip
@@ -205,7 +209,7 @@ def _notes(
     fit: Verdict,
     of_time: tuple[Note, ...],
 ) -> Iterator[Note]:
-    """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
+    """Yield the notes on what the figures do not show: pipeline stages, unknown sizes, and serving."""
     if isinstance(run, Training) and run.quantization:
         yield from _around_quantized(run)
     if stack_of(run).paged(run):
@@ -243,8 +247,8 @@ def _notes(
 
 
 def _around_quantized(run: Training) -> Iterator[Note]:
-    """Say what is in fp32 around quantized weights where nothing casts it, which is not what most people train in; not
-    how many seconds that takes, which would take as long to find out again."""
+    """Yield the note on the layers that compute in fp32 around quantized weights without autocast, which most people do
+    not want. It does not say how many seconds this costs, because that needs a second estimate."""
     if run.precision == "fp32" or bytes_of(run).compute != 4:
         return
     left = "norms and the head" if run.attention == "flash" else "norms, attention and the head"
@@ -258,7 +262,8 @@ def _around_quantized(run: Training) -> Iterator[Note]:
 
 
 def _first_over(stages: list[list[tuple[Moment, int]]], room: int) -> str | None:
-    """Say which moment is the first, of the first stage, that is beyond `room`; None where all fit."""
+    """Return the name of the first moment that needs more than `room` bytes, in the first stage that has one, or None
+    if all fit."""
     for stage, moments in enumerate(stages):
         for moment, total in moments:
             if total > room:

@@ -1,11 +1,12 @@
 """Seconds and bytes of collectives, by the alpha-beta model: a message of S bytes takes alpha + S / beta.
 
-    size    bytes of the whole tensor: what all-reduce sums, what all-gather leaves on each rank, what reduce-scatter
-            starts from on each rank, what a rank has for all the others before an all-to-all
-    alpha   s per step, whatever is sent     beta   bytes/s that a rank passes on     N   ranks
+    size    bytes of the whole tensor: on each rank, the input of all-reduce and reduce-scatter, the output of
+            all-gather, and the input of all-to-all, which has a part for every rank
+    alpha   s per step, for any message      beta   bytes/s that a rank passes on     N   ranks
 
-Latency and bandwidth come from llmlab/hardware/links.toml. As in NCCL's tuner (src/graph/tuning.cc), a collective
-takes a base time, its steps' latencies, and its bytes over the bandwidth; unlike NCCL there is one protocol only.
+Latency and bandwidth come from llmlab/hardware/links.toml. As in NCCL's tuner (src/graph/tuning.cc), the time of a
+collective is a base time, plus the latencies of its steps, plus its bytes divided by the bandwidth. Unlike NCCL, the
+model has only one protocol.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ ALGORITHMS = {
     "all-to-all": ("pairs",),
     "send": ("pairs",),
 }
-# What NCCL chooses from for an all-reduce: across nodes it gathers and scatters in rings alone (src/graph/tuning.cc),
-# the first of `ALGORITHMS`, and lays trees, and lets a node's switches add, for all-reduce only.
+# The algorithms among which NCCL chooses for an all-reduce. Only all-reduce uses trees, or the switches of a node to
+# compute sums. Across nodes, all-gather and reduce-scatter use rings only (src/graph/tuning.cc), the first of
+# `ALGORITHMS`.
 NCCL = ("ring", "tree", "switch")
 
 TREE = 0.92  # of the rings' bandwidth in an all-reduce: src/graph/tuning.cc, busBw
 
 
 def bytes_sent(collective: str, size: int, ranks: int) -> float:
-    """Return the bytes a rank sends on average: those of a ring, the least there can be where ranks add.
+    """Return the bytes that a rank sends on average, in a ring. Fewer are impossible if the ranks compute the sums.
 
-    All-reduce sends each byte (N - 1) / N times to be summed and as often to be spread (Patarasuk and Yuan 2009,
-    theorem 1). Broadcast and reduce pass the tensor on, all ranks but one. Where a switch adds, a rank sends and
-    receives (1 + 1 / N) `size`: the switch reads all chunks of a rank, and the rank sends the sum of its own chunk to
-    all others (NCCL issue 2140). nccl-tests compute the bus bandwidth from the bytes of a ring all the same.
+    All-reduce sends each byte (N - 1) / N times to sum it, and as often to distribute the sum (Patarasuk and Yuan 2009,
+    theorem 1). In broadcast and reduce, all ranks except one pass the tensor on. If a switch computes the sums, a rank
+    sends and receives (1 + 1 / N) `size`: the switch reads all chunks of a rank, and the rank sends the sum of its own
+    chunk to all others (NCCL issue 2140). nccl-tests still compute the bus bandwidth from the bytes of a ring.
 
     >>> bytes_sent("all-reduce", 1000, 4)
     1500.0
@@ -51,12 +53,12 @@ def bytes_sent(collective: str, size: int, ranks: int) -> float:
 
 
 def seconds(collective: str, size: float, group: Group, algorithm: str | None = None) -> float:
-    """Return the seconds that `collective` of `size` bytes takes in `group`; by default NCCL's quickest.
+    """Return the seconds of `collective` with `size` bytes in `group`, by default with the fastest algorithm of NCCL.
 
-    "ring" and "tree" lie over all ranks; "hierarchical" sums inside each node first, then across nodes each rank with
-    those in its place, and spreads the result inside: ZeRO++ (arXiv 2306.10209) does so, NCCL does not. "switch" is
-    NVLink SHARP, with a ring's latency: this gives what was measured on eight H100s or H200s from 16 MiB on. A group of
-    one takes no time. Raises SpecError or UnknownName.
+    "ring" and "tree" include all ranks. "hierarchical" first sums inside each node, then across nodes among ranks with
+    the same place in their nodes, and distributes the result inside; ZeRO++ (arXiv 2306.10209) uses it, NCCL does not.
+    "switch" is NVLink SHARP with the latency of a ring, which agrees with measurements on eight H100s or H200s for 16
+    MiB and more. A group of one rank takes no time. Raises SpecError or UnknownName.
     """
     _check(collective, size)
     allowed = ALGORITHMS[collective]
@@ -84,22 +86,25 @@ def _seconds(collective: str, size: float, group: Group, algorithm: str) -> floa
         return _all_to_all(size, group)
     ranks = group.ranks
     rounds = 2 if collective == "all-reduce" else 1
-    # A broadcast cuts the tensor into pieces that follow one another: the last rank is done a ring's latency later.
+    # A broadcast sends the tensor in pieces, one after another, so the last rank finishes a ring's latency later.
     sent = size if collective in ("broadcast", "reduce") else rounds * (ranks - 1) / ranks * size
     bandwidth = group.switched if algorithm == "switch" and group.switched else group.bandwidth
     return base_seconds() + rounds * _ring_latency(group) + sent / bandwidth
 
 
 def _ring_latency(group: Group) -> float:
-    """Return the seconds of a message once round the ring: N - 1 steps, some of them between nodes."""
+    """Return the latency of one trip around the ring in seconds: N - 1 steps, some of them between nodes."""
     crossing = group.nodes - 1
     between = crossing * group.across.step if group.across else 0.0
     return (group.ranks - 1 - crossing) * group.inside.step + between
 
 
 def _tree(collective: str, size: float, group: Group) -> float:
-    """Up the tree and down again, as NCCL lays it: a chain in each node, a binary tree over nodes (Sanders et al. 2009,
-    two trees, so that each rank is a leaf in one). All bytes go both ways."""
+    """Return the seconds of a collective on a tree: all bytes go up, or down, or for an all-reduce up and then down.
+
+    As in NCCL, each node has a chain, and a binary tree connects the nodes (Sanders et al. 2009: two trees, so that
+    each rank is a leaf in one).
+    """
     rounds = 2 if collective == "all-reduce" else 1
     depth = ceil(log2(group.nodes)) * group.across.tree_step if group.across else 0.0
     latency = (group.per_node - 1) * group.inside.tree_step + depth
@@ -119,7 +124,8 @@ def _hierarchical(collective: str, size: float, group: Group) -> float:
 
 
 def _all_to_all(size: float, group: Group) -> float:
-    """Each rank sends a part of its own to every other; those in its node and those elsewhere at the same time."""
+    """Return the seconds in which each rank sends every other rank a part of its own. Parts for the same node and for
+    other nodes are sent at the same time."""
     part = size / group.ranks
     near = (group.per_node - 1) * (group.inside.step + part / group.inside.reached)
     if group.across is None:

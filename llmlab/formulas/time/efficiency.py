@@ -1,4 +1,4 @@
-"""What a card was measured to reach, as opposed to what its data sheet says: one table, derived from records."""
+"""The rates that a GPU reached in measurements, as opposed to its data sheet: one table, derived from records."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from ...hardware.gpu import gpu as find_gpu
 from ...hardware.tables import read_table
 
 
-@dataclass(frozen=True, eq=False)  # one for each card: looked up by what it is
+@dataclass(frozen=True, eq=False)  # one object per GPU, hashed by identity
 class Efficiency:
-    """Rates of one card, and seconds that its host takes, as derived from the records that `derived_from` names.
+    """Rates of one GPU, and times of its host, derived from the records in `derived_from`.
 
     `bandwidth`, `strided` (some tensor is not contiguous) and `gather` (rows picked from a table): bytes/s. `matmul`,
-    `attention`: FLOP/s by dtype, of large products and of fused attention, of which the half that a causal mask leaves
-    counts. `launch`: least s of a kernel. `serial`: s per element of a sum that one block does alone (nll_loss).
-    `dispatch`, `view`, `custom`: s of the CPU for an operator with a kernel, one without, and one that a Python library
-    registered; `backward_dispatch`: the share of it in backward. `cache`: bytes of second-level cache that a
-    multiprocessor reaches. `validated` says what held-out records showed.
+    `attention`: FLOP/s by dtype, of large matmuls and of fused attention, for which only the half that a causal mask
+    leaves counts. `launch`: the least s of a kernel. `serial`: s per element of a sum that a single block computes
+    (nll_loss). `dispatch`, `view`: s of the CPU for an operator with a kernel, and for one without; `custom`: its
+    additional s for an operator that a Python library registered; `backward_dispatch`: its time in the backward pass as
+    a share of that in the forward pass. `cache`: bytes of second-level cache that a multiprocessor reaches. `validated`
+    says what held-out records showed.
     """
 
     gpu: str
@@ -44,8 +45,8 @@ class Efficiency:
 
 @cache
 def efficiencies() -> dict[str, Efficiency]:
-    """Return every card's efficiency by the card's name. What a library's operator takes was measured on one host: on
-    others it takes as many of theirs."""
+    """Return every GPU's efficiency by its name. The time of a library's operator was measured on one host only; on the
+    others, it is the same multiple of `dispatch`."""
     entries = read_table("efficiencies.toml")["efficiency"]
     table = {entry["gpu"]: Efficiency(sms=find_gpu(entry["gpu"]).sms, **entry) for entry in entries}
     operators = max(rates.custom / rates.dispatch for rates in table.values() if rates.dispatch)
@@ -54,8 +55,8 @@ def efficiencies() -> dict[str, Efficiency]:
 
 
 def efficiency(card: GPU | str) -> Efficiency | None:
-    """Return what the card was measured to reach, or None: another card's rates would be wrong. Under a power limit it
-    computes as much slower as its clocks are.
+    """Return the GPU's measured rates, or None if it was not measured: another GPU's rates would be wrong. Under a
+    power limit, its FLOP/s are lower by the same factor as its clocks.
 
     >>> efficiency("B200") is None
     True

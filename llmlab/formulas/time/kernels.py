@@ -1,19 +1,20 @@
-"""How long a card's kernels take in a training step, and where that is known from.
+"""The times of a GPU's kernels in a training step, and the source of each.
 
-Four origins, the best that there is for a card:
+Every GPU uses the best of four origins that exists for it:
 
-    measured      its own grids (hardware/kernel_tables.py) fitted        rates that records of whole steps gave: the
-    T4's (hardware/efficiencies.toml) transferred   the grids of a card with the same units, each time scaled: where
-    FLOP take longer by the ratio of what large products reach (hardware/measured_rates.toml), or of peaks, where bytes
-    do by that of bandwidths; none is faster than those large products data sheet    its peaks and bandwidth, times the
-    share that measured cards reach of theirs
+    measured      its own grids (hardware/kernel_tables.py)
+    fitted        rates fitted to records of whole steps: the T4's (hardware/efficiencies.toml)
+    transferred   the grids of a similar GPU, with every time scaled: where FLOP take longer than bytes, by the ratio of
+                  the rates of large matmuls (hardware/measured_rates.toml) or of the peaks, else by the ratio of the
+                  bandwidths; no matmul is faster than those large ones
+    data sheet    its peaks and bandwidth, times the share of theirs that measured GPUs reach
 
-Bytes outside of those kernels go at the rate of records, else at a share of what a copy reaches (`copy_share`), else of
-the data sheet's bandwidth.
+The bytes of all other kernels move at the rate fitted to records, or else at a share of the rate of a copy
+(`copy_share`), or else at a share of the data sheet's bandwidth.
 
-Kernels are measured one at a time, in bursts; in a step that lasts, the card's power limit holds its clocks back: no
-kernel multiplies faster than a share of the peak, one per chip and dtype (`lasting`), where steps that last were
-published. It, the other shares and the spreads are in hardware/training.toml.
+Kernels are measured one at a time, in short bursts. In a long step, the power limit lowers the clocks, so no matmul
+exceeds a share of the peak. There is one share per chip and dtype (`sustained`, `sustained_fp8`), for chips with
+published long steps. These shares, the others and the spreads are in hardware/training.toml.
 
     >>> kernels("A100-40GB").origin
     'transferred from A100-80GB by the ratio of measured rates of large matmuls'
@@ -37,26 +38,30 @@ from . import communication
 from .efficiency import Efficiency, efficiency
 
 LAUNCH = 2e-6  # s of an empty kernel
-LARGE = (8192, 8192, 8192)  # a product that is bound by FLOP on every card
-# Chips from this capability on have attention wait for exponentials and for shared memory, not for the units that power
-# holds back (FlashAttention-4, arXiv 2603.05451, section 1): its time is as measured.
+LARGE = (8192, 8192, 8192)  # (m, n, k) of a matmul that is limited by FLOP on every GPU
+# On chips of this compute capability or newer, attention is limited by exponentials and shared memory, and not by the
+# matmul units that the power limit slows down (FlashAttention-4, arXiv 2603.05451, section 1), so its time is as
+# measured.
 BOUND_BY_EXPONENTIALS = (10, 0)
-# Products in fp8 that are far from square, whose times say what casting the first matrix takes.
+# (m, n, k) of fp8 matmuls far from square, whose times show how long casting the first matrix takes.
 CASTING = tuple((m, n, k) for m in (8192, 16384, 32768) for n in (256, 512, 1024) for k in (4096, 8192))
-MEASURED_AS = {"fp16": "bf16", "mxfp8": "fp8"}  # by dtype, whose grid has its times
-BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the clocks of a burst
-# FlashAttention's backward pass is five products to forward's two, and reaches up to 63 % of an A100's peak where
-# forward reaches up to 73 % (arXiv 2307.08691, section 1).
+MEASURED_AS = {"fp16": "bf16", "mxfp8": "fp8"}  # the dtype whose grid serves for this one, too
+BURSTS = (4096, 8192)  # rows of square matmuls; the faster one shows the rate of a burst
+# FlashAttention's backward pass has five matmuls, and its forward pass two. They reach up to 63 % and 73 % of an A100's
+# peak (arXiv 2307.08691, section 1).
 BACKWARD = 2.5 * 0.73 / 0.63
-TIMED = 16384, 2048  # tokens, and heads × head size, of all that FlashAttention 2's author timed (training.toml)
-SLOWER = {"MI350X": "MI355X"}  # boards of less power, whose products nobody published
-HOST = "A100-80GB"  # whose host's times stand for those that nobody measured
+TIMED = 16384, 2048  # tokens, and heads × head size, in all timings by FlashAttention 2's author (training.toml)
+SLOWER = {"MI350X": "MI355X"}  # a board without published matmul rates: the same chip with more power
+HOST = "A100-80GB"  # the GPU whose host represents hosts that nobody measured
 
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Seconds of kernels on `card`. `table` is measured on `base`, the card itself or one like it; `rates` are fitted,
-    and win where they have the dtype and there is no table. `kind` is one of the origins above."""
+    """Seconds of kernels on `card`.
+
+    `table` was measured on `base`, which is `card` or a similar GPU. `rates` are fitted, and are used without a table,
+    for the dtypes that they have. `kind` is one of the module's origins.
+    """
 
     card: GPU
     kind: str
@@ -66,19 +71,19 @@ class Kernels:
     host: Efficiency
     bandwidth: float
     shares: dict[str, float]
-    sustained: float  # share of the peak in half precision that lasts
-    sustained_fp8: float  # and in fp8
+    sustained: float  # share of the 16-bit peak that matmuls reach in long steps
+    sustained_fp8: float  # the same in fp8
     spread: float
-    reached: float | None  # FLOP/s that others measured of large products in half precision; None with own grids
-    flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of AMD's libraries (measured_rates.toml)
-    scale: float  # what a FLOP takes on `card` over what it takes on `base`
+    reached: float | None  # FLOP/s of large 16-bit matmuls, measured by others; None with own grids
+    flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of attention in AMD's libraries (measured_rates.toml)
+    scale: float  # the time of a FLOP on `card` divided by that on `base`
     _products: dict[tuple[int, int, int, str], tuple[float | None, bool]] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
     _known_limits: dict[str, tuple[float | None, float, int] | None] = field(default_factory=dict)
 
     @property
     def origin(self) -> str:
-        """Where the times of products and attention are from, in words."""
+        """The source of the times of matmuls and attention, in words."""
         if clocks(self.card) < 1:
             own = replace(self, card=find_gpu(self.card.name))
             return f"{own.origin}, at {self.card.power:g} of {own.card.power:g} W"
@@ -95,7 +100,7 @@ class Kernels:
 
     @cached_property
     def sources(self) -> dict[str, str]:
-        """Where the rates are from that each part of a step's time follows from (`timing.PARTS`), in words."""
+        """The source of the rates of each part of a step (`timing.PARTS`), in words."""
         lasting = f", at most {self.sustained:.0%} of the peak" if self.sustained < 1 else ""
         if self.sustained_fp8 != self.sustained:
             lasting += f", {self.sustained_fp8:.0%} in fp8"
@@ -135,8 +140,8 @@ class Kernels:
 
     @cached_property
     def operators(self) -> Efficiency:
-        """Rates of single operators and what the CPU takes to start them: the card's own, else those of `HOST` with the
-        bytes at this card's bandwidth."""
+        """Rates of single operators, and the CPU's time to launch them: this GPU's own, or else those of `HOST`, scaled
+        to this GPU's bandwidth."""
         if self.rates and self.rates.dispatch:
             return self.rates
         like = self.host
@@ -147,8 +152,8 @@ class Kernels:
         )  # fmt: skip
 
     def slower(self, kernel: str, length: int, head_size: int) -> float:
-        """Return how much longer `kernel` takes than the measured attention, which is that of an engine that serves,
-        with keys and values in pages, and on Hopper FlashAttention 3, as fast as which cuDNN's is."""
+        """Return how many times as long `kernel` takes as the measured attention. The measured kernel is that of a
+        serving engine with a paged KV cache, on Hopper FlashAttention 3, which is as fast as cuDNN's attention."""
         if kernel == "cudnn":
             return 1.0
         times = self.shares["efficient"] if kernel == "efficient" else 1.0
@@ -156,11 +161,11 @@ class Kernels:
 
     @property
     def interval(self) -> float:
-        """What 8 in 10 times of a step on one device are off at most, as a factor."""
+        """The factor by which 80 % of the predicted step times on one device are off at most."""
         return exp(self.spread)
 
     def backward(self, kernel: str, head_size: int = 128) -> float:
-        """Return the seconds of fused attention's backward pass over those of its forward pass, by `kernel`."""
+        """Return the seconds of the backward pass of fused attention divided by those of its forward pass."""
         if self.flash:
             rates = self._flash(kernel, head_size)
             return 2.5 * rates["forward"] / rates["backward"]
@@ -176,8 +181,11 @@ class Kernels:
 
     @cached_property
     def clocks(self) -> float:
-        """Clocks that last over those of bursts, at which attention was measured: what products reach in steps that
-        last over the most that they reach alone; 1 where nothing says that power limits it."""
+        """The clocks in a long step, relative to those of the bursts in which attention was measured.
+
+        They follow from matmuls: their rate in long steps, divided by their highest rate alone. The result is 1 if
+        power is not known to limit attention.
+        """
         newest = (self.card.compute_capability or (0, 0)) >= BOUND_BY_EXPONENTIALS
         if self.sustained == 1 or newest or not self.table:
             return 1.0
@@ -186,37 +194,37 @@ class Kernels:
         return min(1.0, self.sustained * peak * self.scale / _burst(self.base.name))
 
     def lasting(self, rate: float) -> float:
-        """Return the share of a burst's clocks at which a kernel lasts that computes `rate` FLOP/s in a burst.
+        """Return the share of a burst's clocks that a kernel with `rate` FLOP/s in a burst sustains in a long step.
 
-        Power goes as what is computed in a cycle and as the cube of the clocks: what computes half as much as the
-        fastest product goes on at clocks a quarter higher, and FlashAttention 2 on an H100 as in a burst. NeMo
-        24.03.01, whose launcher turns cuDNN's attention off, took as long with 16,384 to 131,072 tokens as follows from
-        its author's rates. Boards made for less power than the measured one show none of that in published steps
-        (torchtitan's of 32,768 tokens and more, on H100s of 500 W)."""
+        Power grows with the FLOP per cycle and with the cube of the clocks. A kernel at half the rate of the fastest
+        matmul therefore sustains clocks that are a quarter higher, and FlashAttention 2 on an H100 those of a burst:
+        with 16,384 to 131,072 tokens, NeMo 24.03.01, whose launcher turns cuDNN's attention off, took as long as the
+        rates of FlashAttention 2's author predict. Boards with a lower power limit than the measured one do not show
+        this in published steps (torchtitan's with 32,768 tokens and more, on H100s of 500 W), so they use `clocks`."""
         if find_gpu(self.card.name).power != self.base.power:
             return self.clocks
         return min(1.0, self.clocks * (_burst(self.base.name) / rate) ** (1 / 3))
 
     def measured(self, dtype: str) -> bool:
-        """Return whether products in `dtype` were measured, on the card or the one that it is transferred from."""
+        """Return whether matmuls in `dtype` were measured, on this GPU or on `base`."""
         return self.table is not None and MEASURED_AS.get(dtype, dtype) in self.table.matmuls
 
     @property
     def longest(self) -> int | None:
-        """The longest sequence whose attention was measured, in tokens; None where none was."""
+        """The number of tokens of the longest sequence whose attention was measured, or None if none was."""
         return self.table.attentions["bf16"].grid.axes[1][-1] if self.table else None
 
     def extrapolates(self, m: int, n: int, k: int, dtype: str) -> bool:
-        """Return whether a product's time is extrapolated: its dtype was measured, but not at such sizes."""
+        """Return whether a matmul's time is extrapolated: its dtype was measured, but only at other sizes."""
         return self.timed(m, n, k, dtype)[1]
 
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
-        """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for. "mxfp8" is fp8
-        with a scale per 32 elements."""
+        """Return the seconds of the matmul (m, k) · (k, n) in `dtype`, or None if the GPU has no units for it. "mxfp8"
+        is fp8 with a scale per 32 elements."""
         return self.timed(m, n, k, dtype)[0]
 
     def timed(self, m: int, n: int, k: int, dtype: str) -> tuple[float | None, bool]:
-        """Return what `product` and `extrapolates` do, worked out once."""
+        """Return the results of `product` and `extrapolates`, computed once per matmul."""
         key = m, n, k, dtype
         try:
             return self._products[key]
@@ -226,8 +234,8 @@ class Kernels:
             return self._products.setdefault(key, (self._product(m, n, k, dtype, time), extrapolated))
 
     def summed(self, sizes: tuple[tuple[tuple[int, int, int, str], int], ...]) -> tuple[float | None, float]:
-        """Return the seconds of products (m, n, k, dtype), each so many times, and those that are extrapolated; None
-        where the card has no units for one of them."""
+        """Return the seconds of matmuls ((m, n, k, dtype), count), and how many of these seconds are extrapolated. The
+        former are None if the GPU has no units for one of the matmuls."""
         total = beyond = 0.0
         for key, times in sizes:
             one, extrapolated = self._products.get(key) or self.timed(*key)
@@ -253,7 +261,7 @@ class Kernels:
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         if time:
             seconds = time.seconds
-            if dtype == "fp8":  # casts are counted with what else moves bytes (elementwise.FP8_CASTS)
+            if dtype == "fp8":  # casts are counted as element-wise operators (elementwise.FP8_CASTS)
                 theirs = self.base.peak(dtype)
                 assert theirs
                 seconds = max(seconds - m * k * _cast_seconds(self.base.name), flop / theirs)
@@ -261,22 +269,22 @@ class Kernels:
         return LAUNCH + max(least, flop / rate, moved / self.bandwidth)
 
     def _limits(self, dtype: str) -> tuple[float | None, float, int] | None:
-        """Return FLOP/s that no product in `dtype` passes in a step that lasts (None: nothing says so), and those of a
-        large one that was not measured, and the bytes of an element; None where the card has no units for it."""
+        """Return the FLOP/s that no matmul in `dtype` exceeds in a long step (None if no limit is known), the FLOP/s of
+        a large matmul without a grid, and the bytes per element, or None if the GPU has no units for `dtype`."""
         if dtype in self._known_limits:
             return self._known_limits[dtype]
         limits = None
         if (peak := self.card.peak(dtype)) is not None:
             lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
             most, rate = peak * lasting if lasting < 1 else None, self.shares["products"] * peak
-            if self.reached and dtype != "fp32":  # fp8 of the same share as halves
+            if self.reached and dtype != "fp32":  # fp8 reaches the same share of its peak as 16 bits
                 rate = self.reached * peak / (self.card.peak("bf16") or peak)
                 most = min(most, rate) if most else rate
             limits = most, rate, {"fp32": 4, "fp8": 1}.get(dtype, 2)
         return self._known_limits.setdefault(dtype, limits)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
-        """Return the time on this card of a kernel that took `seconds` on the card that the table is of."""
+        """Return the seconds on this GPU of a kernel that took `seconds` on `base`."""
         if self.base is self.card:
             return seconds
         theirs = self.base.peak(dtype)
@@ -285,16 +293,19 @@ class Kernels:
         return seconds * max(computed * self.scale, moved / self.card.bandwidth) / max(computed, read)
 
     def attention(self, batch: int, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
-        """Return the seconds of fused causal attention's forward pass: SDPA's FlashAttention 2 ("flash"), cuDNN's
-        ("cudnn"), as fast as FlashAttention 3 (arXiv 2407.08608, figure 5), the memory-efficient kernel ("efficient"),
-        which takes as much longer as FlashAttention's first version did, or on AMD's Composable Kernel ("ck")."""
+        """Return the seconds of the forward pass of fused causal attention.
+
+        `kernel` is SDPA's FlashAttention 2 ("flash"), cuDNN's kernel ("cudnn"), which is as fast as FlashAttention 3
+        (arXiv 2407.08608, figure 5), the memory-efficient kernel ("efficient"), which counts as slow as the first
+        version of FlashAttention, or, on AMD's GPUs, Composable Kernel ("ck").
+        """
         key = batch * heads, length, head_size, 0, kernel + dtype
         if key not in self._attentions:
             self._attentions[key] = self._attention(batch * heads, length, head_size, kernel, dtype)
         return self._attentions[key]
 
     def _attention(self, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
-        flop = 2.0 * heads * length * length * head_size  # of two products, the half that is not masked
+        flop = 2.0 * heads * length * length * head_size  # of two matmuls, without the masked half
         if self._fitted("attention") and self.rates and dtype in self.rates.attention:
             return flop / self.rates.attention[dtype]
         slower = self.slower(kernel, length, head_size)
@@ -311,11 +322,11 @@ class Kernels:
         return LAUNCH + slower * flop / (self.shares["attention"] * peak)
 
     def collective(self, operation: str, size: float, group: Group) -> float:
-        """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
-        those were and reach no rate of their own, else by the links."""
+        """Return the seconds of a collective of `size` bytes: the measured time, if all ranks are in one node with the
+        NVLink of the measurement at its usual rate, or else a time computed from the links."""
         link = group.inside
         joined = group.across is None and group.ranks > 1 and (link.bandwidth, link.reached) == self._joined
-        # Measured was with the switches' help, where there are some.
+        # All-reduces were measured with NVLink SHARP if the node's switches support it.
         alike = operation != "all-reduce" or bool(group.inside.switched) == self._adding
         if self.table and joined and alike:
             time = _collective(self.base.name, operation, int(size) or 1, group.ranks)
@@ -325,13 +336,12 @@ class Kernels:
 
     @cached_property
     def _adding(self) -> bool:
-        """Whether the switches of the base's nodes add, in an all-reduce (NVLink SHARP)."""
+        """Whether the switches in nodes of `base` compute the sums of an all-reduce (NVLink SHARP)."""
         return bool(node_link(self.base).switched)
 
     @cached_property
     def _joined(self) -> tuple[float, float] | None:
-        """Bytes/s of the NVLink with which collectives were measured for this card, its own or the same: the data
-        sheet's and those reached."""
+        """Bytes/s of the NVLink of `base` by data sheet and as reached, or None if this GPU has no such NVLink."""
         if self.card.nvlink is None or self.base.nvlink != self.card.nvlink:
             return None
         link = node_link(self.card)
@@ -340,8 +350,8 @@ class Kernels:
 
 @lru_cache(maxsize=1 << 12)
 def _flash_over_measured(gpu: str, length: int, head_size: int) -> float:
-    """Return how much longer FlashAttention 2 takes than the attention that was measured on `gpu`, by its author's
-    rates, between whose lengths the logarithm of the length counts; 1 on chips for which there are none."""
+    """Return how many times as long FlashAttention 2 takes as the attention measured on `gpu`, or 1 on chips without
+    rates by its author. These rates are interpolated in the logarithm of the length."""
     table, timed = kernel_table(gpu), training_rates()["flash_attention_2"]
     rates = timed.get("{}.{}".format(*(find_gpu(gpu).compute_capability or (0, 0))))
     if table is None or rates is None:
@@ -353,19 +363,20 @@ def _flash_over_measured(gpu: str, length: int, head_size: int) -> float:
     share = log(at / lengths[i - 1]) / log(lengths[i] / lengths[i - 1])
     rate = 1e12 * (rates[size][i - 1] * (1 - share) + rates[size][i] * share)
     tokens, width = TIMED
-    forward = 3.5 * 2.0 * tokens * at * width / rate / (1 + BACKWARD)  # the author counts 2.5 forwards for backward
+    # The author counts the FLOP of the backward pass as those of 2.5 forward passes.
+    forward = 3.5 * 2.0 * tokens * at * width / rate / (1 + BACKWARD)
     measured = table.attention(1, round(tokens / at * width / int(size)), at, int(size))
     return forward / measured.seconds if measured else 1.0
 
 
 @lru_cache(maxsize=1 << 17)
 def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> KernelTime | None:
-    """Return the measured time of a product; one lookup for all cards that it is transferred to."""
+    """Return the measured time of a matmul. All GPUs to which it is transferred share this cache."""
     table = kernel_table(gpu)
     return table.matmul(m, n, k, dtype) if table else None
 
 
-# Cards of one table, and such as the same links join, are asked for the same messages in a run on each.
+# Cached because runs on GPUs with the same table or the same links send the same messages.
 @lru_cache(maxsize=1 << 12)
 def _collective(gpu: str, operation: str, size: int, ranks: int) -> KernelTime | None:
     table = kernel_table(gpu)
@@ -377,23 +388,23 @@ _linked = lru_cache(maxsize=1 << 12)(communication.seconds)
 
 @cache
 def _burst(gpu: str) -> float:
-    """Return the FLOP/s of the fastest square product, at the clocks of a burst."""
+    """Return the FLOP/s of the fastest square matmul, which runs at the clocks of a burst."""
     bursts = [_matmul(gpu, m, m, m, "bf16") for m in BURSTS]
     return max(2.0 * m**3 / time.seconds for m, time in zip(BURSTS, bursts, strict=True) if time)
 
 
 @cache
 def _cast_seconds(gpu: str) -> float:
-    """Return the seconds per element that the measured products in fp8 take to cast their first matrix, as serving does
-    in each step: what (m, k) · (k, n) takes longer than (n, k) · (k, m), which in bf16 takes as long."""
+    """Return the seconds per element in which the measured fp8 matmuls cast their first matrix, as serving does in
+    every step: the time by which (m, k) · (k, n) exceeds (n, k) · (k, m). In bf16, both take equally long."""
     times = {sizes: _matmul(gpu, *sizes, "fp8") for m, n, k in CASTING for sizes in ((m, n, k), (n, m, k))}
     known = {sizes: time.seconds for sizes, time in times.items() if time}
     return median((known[m, n, k] - known[n, m, k]) / ((m - n) * k) for m, n, k in CASTING)
 
 
 def _reached(card: GPU) -> float | None:
-    """Return the FLOP/s that others measured of large products in half precision on `card`; of AMD's MI350X, which is a
-    MI355X of 1000 W, the share of its peak that was measured on that."""
+    """Return the FLOP/s of large 16-bit matmuls that others measured on `card`, or None. AMD's MI350X is an MI355X with
+    1000 W, and is assumed to reach the same share of its peak."""
     table, sources = read_table("measured_rates.toml"), ("zzc0721", "ROCm", "stas00", "chsasank", "mli")
     like = find_gpu(SLOWER.get(card.name, card.name))
     rate = next((table[by][like.name] for by in sources if like.name in table[by]), None)
@@ -403,8 +414,8 @@ def _reached(card: GPU) -> float | None:
 
 @cache
 def copy_share(card: GPU) -> float | None:
-    """Return the share of the data sheet's bandwidth that a copy reaches on `card`: its own (measured_rates.toml), else
-    the median of cards of its compute capability, whose memory is of one kind; None where there is none."""
+    """Return the share of the data sheet's bandwidth that a copy reaches on `card` (measured_rates.toml), or else the
+    median of GPUs with its compute capability, whose memory is of the same kind, or None if there is none."""
     rates = read_table("measured_rates.toml")["copies"]
     shares = {find_gpu(name): 1e9 * rate / find_gpu(name).bandwidth for name, rate in rates.items()}
     own = [share for gpu, share in shares.items() if gpu.name == card.name]
@@ -413,7 +424,7 @@ def copy_share(card: GPU) -> float | None:
 
 
 def _flash(card: GPU) -> dict[str, dict[str, float]]:
-    """Return what fused attention reaches on chips of other makers, by library and by pass; empty for NVIDIA's."""
+    """Return the 10^12 FLOP/s of fused attention by library and pass; empty for NVIDIA's GPUs."""
     rates, share = read_table("measured_rates.toml")["attention"], clocks(card)
     return {
         kind: {part: share * rate for part, rate in by[card.architecture].items()}
@@ -422,8 +433,8 @@ def _flash(card: GPU) -> dict[str, dict[str, float]]:
 
 
 def _scale(card: GPU, base: GPU, reached: float | None) -> float:
-    """Return how much longer a FLOP takes on `card` than on `base`, both in half precision: by what large products
-    reach, else by the peaks."""
+    """Return the time of a FLOP on `card` divided by that on `base`, in 16 bits: by the rates of large matmuls, or else
+    by the peaks."""
     large = _matmul(base.name, *LARGE, "bf16")
     if reached and large:
         return 2 * prod(LARGE) / large.seconds / reached
@@ -433,13 +444,13 @@ def _scale(card: GPU, base: GPU, reached: float | None) -> float:
 
 @cache
 def training_rates() -> dict[str, Any]:
-    """Return the table of what steps that last reach: shares, factors and spreads."""
+    """Return training.toml: the shares, factors and spreads of long training steps."""
     return read_table("training.toml")
 
 
 @cache
 def kernels(card: GPU | str) -> Kernels:
-    """Return how long kernels take on a card of the table."""
+    """Return the kernel times of a GPU in the table."""
     data_sheet, shared = find_gpu(card), training_rates()
     rates, base = efficiency(data_sheet), _base(data_sheet)
     table = kernel_table(base.name) if base else None
@@ -470,8 +481,8 @@ def kernels(card: GPU | str) -> Kernels:
 
 
 def _sustained(card: GPU, base: GPU | None) -> float:
-    """Return the share of the peak that power leaves in a step that lasts, by compute capability; 1 of chips whose
-    steps nobody published, and where the card's units (an H20's) are the narrower limit."""
+    """Return the share of the peak that matmuls reach in a long step under the power limit, by compute capability. It
+    is 1 for chips without published steps, and if the GPU's own units (an H20's) are the lower limit."""
     share: float = training_rates()["sustained"].get("{}.{}".format(*(card.compute_capability or (0, 0))), 1.0)
     if base is None:
         return 1.0
@@ -480,16 +491,20 @@ def _sustained(card: GPU, base: GPU | None) -> float:
 
 
 def _nearness(card: GPU, base: GPU | None, kind: str) -> str:
-    """Return the name of the spread: of a maker, of the kind, or, of grids of another architecture, of data sheets."""
+    """Return the name of the GPU's spread in training.toml: "AMD", "data sheet" if its grids are from another
+    architecture, or `kind`."""
     if card.vendor == "AMD":
         return "AMD"
     return "data sheet" if base and base.architecture != card.architecture else kind
 
 
 def _base(card: GPU) -> GPU | None:
-    """Return the card whose grids stand for `card`: its own (without a power limit), else those of one of the same
-    compute capability, else of the same architecture, else of the nearest capability, and of several the nearest in
-    bandwidth; None for other makers' cards, and where the card's own steps were fitted."""
+    """Return the GPU whose grids are used for `card`.
+
+    This is `card` itself (without a power limit), or else a GPU of the same compute capability, or else of the same
+    architecture, or else of the nearest capability. Among several, the one with the nearest bandwidth is used. Without
+    grids of its own, return None for other vendors' GPUs, and if rates were fitted to steps on `card`.
+    """
     if kernel_table(card.name):
         return card if clocks(card) == 1 else find_gpu(card.name)
     if card.vendor != "NVIDIA" or efficiency(card):

@@ -1,4 +1,4 @@
-"""Which mesh of data, tensor, pipeline and context parallelism is the fastest (specs/mesh.py: which rank is where)."""
+"""The fastest mesh of data, tensor, pipeline and context parallelism (specs/mesh.py says which rank is where)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .distributed import Step, step
 
 @dataclass(frozen=True)
 class Choice:
-    """A mesh that was tried: its step's seconds by term, the peak bytes of its fullest device, and whether it
-    surely fits (`verdict`)."""
+    """A mesh that `search` tried: the seconds of its step, the peak bytes of its fullest device, and whether it
+    certainly fits (`verdict`)."""
 
     run: Training
     step: Step
@@ -37,9 +37,10 @@ class Choice:
 
 
 def peak_of(spec: ModelSpec, run: Training, card: GPU | None) -> int:
-    """Return the peak bytes of the fullest device, whichever stage it is in.
+    """Return the peak bytes of the fullest device in any stage of the pipeline.
 
-    Stages after the second have fewer micro-batches in flight than it, and no more layers.
+    Only the first two stages and the last, which has the head, are computed. The others have fewer micro-batches in
+    flight than the second, and no more layers.
     """
     stages = sorted({0, min(1, run.pp - 1), run.pp - 1})
     shares = [share_of(spec, run, card, stage=stage) for stage in stages]
@@ -55,12 +56,14 @@ def search(
     overlap: tuple[str, ...] = ("data",),
     **settings: Any,
 ) -> list[Choice]:
-    """Return every mesh of `devices` cards that trains `batch` sequences per step, the fastest that fits first.
+    """Return every mesh of `devices` GPUs that trains on `batch` sequences per step. Meshes that fit come first, and
+    the fastest comes first among them.
 
-    Tried are all degrees that divide what they cut, micro-batches that are powers of two, ZeRO 1 and, without a
-    pipeline, 3, with and without recomputation; sequence parallelism goes with tensor parallelism. `settings` are those
-    of `Training` that all have in common: seq_len, precision, ... `cp` and `ep` are 1 unless they are among them.
-    Raises SpecError where nothing can be tried.
+    The search tries all degrees of tensor, pipeline and data parallelism that divide the model evenly, micro-batches
+    that are powers of two, ZeRO 1 (0 with a single replica) and, without a pipeline, also 3, each with and without full
+    checkpointing. It uses sequence parallelism together with tensor parallelism. `settings` are the fields of
+    `Training` that all meshes have in common, such as seq_len and precision. `cp` and `ep` are 1 unless they are in
+    `settings`. Raises SpecError if no mesh is possible.
     """
     spec, gpu = find_model(model), find_gpu(card)
     nodes = cluster or cluster_of(gpu)

@@ -1,8 +1,8 @@
-"""Roofline of a step: its kernels as the card sees them, and the seconds of each at measured rates.
+"""Roofline of a step: the kernels that run on the GPU, and the seconds of each at measured rates.
 
-A kernel takes as long as its FLOP or its bytes do, whichever is longer (Williams et al., Roofline, 2009), at the rates
-that the card was measured to reach, which are not the data sheet's. The CPU starts the kernels one after another and
-runs ahead; where they are short the card waits for it, and the step takes as long as Python and the dispatcher do.
+A kernel takes as long as its FLOP or its bytes, whichever take longer (Williams et al., Roofline, 2009), at rates that
+were measured on the GPU instead of those of the data sheet. The CPU launches the kernels one after another and runs
+ahead. If kernels are short, the GPU waits for it, and the step takes as long as Python and the dispatcher.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .host import COMPILED
 from .kernels import Kernels
 from .step import EIGHT_BIT, EIGHT_BIT_UPDATE, Passes, Traced
 
-TILE = 64  # rows and columns of a block of a product small enough that libraries still choose it
-SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their own
-BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))  # the products of eager attention
+TILE = 64  # rows and columns of the smallest tile that libraries choose for a matmul
+SPLIT = 256  # elements of a matmul's inner dimension that justify another multiprocessor
+BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))  # the matmuls of eager attention
 
 
 class Timing(NamedTuple):
-    """Seconds: of the step, of all its kernels, and of starting them."""
+    """Seconds of the step, of all its kernels on the GPU, and of launching them on the CPU."""
 
     step: float
     card: float
@@ -35,12 +35,13 @@ class Timing(NamedTuple):
 
 
 def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None = None) -> float | None:
-    """Return the seconds a kernel takes on the card; None where its rate was never measured. Products and attention
-    take what `measured` says, where it is given, else they run at one of the `rates`."""
+    """Return the seconds of a kernel on the GPU, or None if its rate was never measured. Matmuls and attention use the
+    times in `measured` if it is given, or else the `rates`."""
     if kernel.kind in ("none", "sent"):
         return 0.0
     moved = kernel.bytes
-    # Each multiprocessor runs two blocks of 1024 threads, and each block goes over a row.
+    # Each multiprocessor runs two blocks of 1024 threads, and each block goes over a row. Rows that do not fit in the
+    # cache are read again.
     if kernel.row and 2 * rates.sms * kernel.row > rates.cache:
         moved += kernel.again
     seconds = moved / {"gather": rates.gather, "strided": rates.strided}.get(kernel.kind, rates.bandwidth)
@@ -60,8 +61,8 @@ def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None =
 
 
 def _measured(kernel: Kernel, measured: Kernels) -> float | None:
-    """Return the seconds of a product, or of fused attention, by the card's own kernels or those of one like it; None
-    for a dtype of neither, as float64."""
+    """Return the seconds of a matmul or of fused attention from `measured`, or None for a dtype that the GPU has no
+    units for, such as float64."""
     if kernel.dtype not in DTYPES:
         return None
     if kernel.kind == "matmul":
@@ -77,7 +78,7 @@ def _measured(kernel: Kernel, measured: Kernels) -> float | None:
 
 
 def fused_attention(kernel: Kernel) -> str:
-    """Return which of SDPA's kernels an operator of attention is, as the formulas name them."""
+    """Return the SDPA kernel of an attention operator, named as in the formulas."""
     return next((name for name in ("efficient", "cudnn") if name in kernel.name), "flash")
 
 
@@ -86,8 +87,8 @@ def _rate(kernel: Kernel, rates: Efficiency) -> float | None:
 
 
 def _work(kernel: Kernel, rates: Efficiency) -> float:
-    """Return the FLOP that take time: half of a causal attention is left out, and small products
-    leave multiprocessors idle."""
+    """Return the FLOP whose time counts: causal attention skips half of them, and a small matmul counts more, because
+    it leaves multiprocessors idle."""
     if kernel.kind != "matmul":
         return kernel.flops / 2 if kernel.shape[-1] else kernel.flops
     batch, rows, columns, inner = kernel.shape
@@ -99,12 +100,12 @@ def _work(kernel: Kernel, rates: Efficiency) -> float:
 
 
 def host_seconds(kernel: Kernel, rates: Efficiency) -> float:
-    """Return the seconds that the CPU takes for an operator: Python, autograd, the dispatcher, the launch; for a kernel
-    of a compiled graph what the formula has (formulas/time/host.py, COMPILED), whose views are made once."""
+    """Return the CPU's seconds for an operator: Python, autograd, the dispatcher and the launch. A kernel of a compiled
+    graph takes `COMPILED` (formulas/time/host.py), and a view in it takes nothing."""
     if kernel.compiled:
         return 0.0 if kernel.kind == "none" else COMPILED
     seconds = rates.view if kernel.kind == "none" else rates.dispatch
-    if kernel.backward:  # autograd's engine calls it, without Python
+    if kernel.backward:  # called by autograd's engine, without Python
         seconds *= rates.backward_dispatch
     if kernel.name.startswith("bitsandbytes::"):
         seconds += rates.custom
@@ -112,12 +113,12 @@ def host_seconds(kernel: Kernel, rates: Efficiency) -> float:
 
 
 def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | None = None) -> Timing | None:
-    """Return the time of kernels that run in this order on an otherwise idle card; None where a rate is not known.
+    """Return the time of kernels that run in this order on an otherwise idle GPU, or None if a rate is unknown.
 
-    A kernel begins when it has been started and the one before it has ended.
+    A kernel begins when it has been launched and the previous kernel has ended.
     """
     started = free = card = 0.0
-    known: dict[int, tuple[float | None, float]] = {}  # by identity: a long generation repeats the same ones
+    known: dict[int, tuple[float | None, float]] = {}  # by identity: a long generation repeats the same objects
     for kernel in kernels:
         if id(kernel) not in known:
             known[id(kernel)] = kernel_seconds(kernel, rates, measured), host_seconds(kernel, rates)
@@ -132,21 +133,22 @@ def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | Non
 
 
 def logits_of(spec: ModelSpec, run: Training) -> int:
-    """Return how many logits a micro-batch has on one rank."""
+    """Return the number of logits of a micro-batch on one rank."""
     return run.sequences * run.num_labels if run.num_labels else run.tokens // run.cp * spec.vocab // run.tp
 
 
 def grids(gpu_kernels: Kernels) -> Kernels | None:
-    """Return the kernels that products and attention take, unless this card's rates were fitted to whole steps."""
+    """Return `gpu_kernels` as the source of the times of matmuls and attention, or None if this GPU's rates were fitted
+    to whole steps."""
     return None if gpu_kernels.kind == "fitted" else gpu_kernels
 
 
 class Durations(NamedTuple):
     """Seconds of a step's operators.
 
-    The first five are the card's in forward and backward passes, by what takes them, and `card` is their sum. `host` is
-    what the CPU takes to start these operators. `passes` is the time until the last of them ends, `step` the time until
-    the update ends. `kernel` computed attention, as `share.attention_kernel` names it.
+    The first five are seconds of the GPU in the forward and backward passes by kind of work, and `card` is their sum.
+    `host` is the CPU's time to launch these operators. `passes` is the time until the last of them ends, and `step` the
+    time until the update ends. `kernel` is the attention kernel, named as in `share.attention_kernel`.
     """
 
     products: float
@@ -162,23 +164,23 @@ class Durations(NamedTuple):
 
     @property
     def traced(self) -> Traced:
-        """What the time of a step is made of."""
-        # What the card waited for, the host took; it may have been the slower one in a part of the step alone.
+        """The parts of the step's time, in place of those of the formulas."""
+        # If the GPU waited for the CPU, even in a part of the step only, the CPU's time is that of the passes.
         host = self.host if isclose(self.passes, self.card) else self.passes
         products = {"blocks": self.products, "head": self.head}
         passes = Passes(products, self.attention, self.elementwise, self.loss, host)
         return Traced(passes, self.step - self.passes, self.kernel)
 
     def extrapolated(self, deep: Durations, groups: int) -> Durations:
-        """Return the seconds with `groups` more groups of layers, given those of a step with one more, `deep`."""
+        """Return the seconds with `groups` more groups of layers; `deep` has those with one more group."""
         pairs = zip(self._asdict().items(), deep, strict=True)
         more = {name: here + groups * (there - here) for (name, here), there in pairs if name != "kernel"}
         return self._replace(**more)
 
 
 def durations(operators: Sequence[Kernel], logits: int, gpu_kernels: Kernels) -> Durations | None:
-    """Return the seconds of a step's operators in their order; None where a rate is not known. What works on as many
-    elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
+    """Return the seconds of a step's operators, in the order in which they run, or None if a rate is unknown. Operators
+    on at least as many elements as this rank has `logits` in a micro-batch belong to the head or the loss."""
     rates, measured = gpu_kernels.operators, grids(gpu_kernels)
     before = [kernel for kernel in operators if kernel.phase != "optimizer"]
     whole, passed = timing(operators, rates, measured), timing(before, rates, measured)
@@ -194,11 +196,11 @@ def durations(operators: Sequence[Kernel], logits: int, gpu_kernels: Kernels) ->
 
 
 def _takes(kernel: Kernel, logits: int) -> str:
-    """Return the part of a step's passes that a kernel counts for; batched products are those of eager attention."""
+    """Return the part of a step's passes to which a kernel belongs. Batched matmuls are those of eager attention."""
     if "attention" in kernel.kind or kernel.name in BATCHED:
         return "attention"
     if kernel.kind == "matmul":
         _, rows, columns, inner = kernel.shape
         return "head" if logits in (rows * columns, rows * inner, columns * inner) else "products"
-    elements = kernel.shape[0] if kernel.shape else kernel.bytes // 2  # of a compiled kernel the bytes alone are known
+    elements = kernel.shape[0] if kernel.shape else kernel.bytes // 2  # a compiled kernel has no shape
     return "loss" if elements >= logits else "elementwise"

@@ -1,10 +1,10 @@
-"""Prefill and decode on a roofline: a kernel takes as long as its FLOP or its bytes do, whichever is longer.
+"""Prefill and decode on a roofline: a kernel takes as long as its FLOP or its bytes, whichever take longer.
 
     intensity = FLOP / bytes        ridge = rate / bandwidth, the intensity where the two are equal
 
-(Williams et al. 2009.) A pass is two kinds of kernel: products with weights, which are read once for all tokens, and
-attention, which reads each sequence's own cache. Activations are left out: in decode they are thousands of times
-smaller than the weights.
+(Williams et al. 2009.) A pass consists of two kinds of kernels: matmuls with weights, which are read once for all
+tokens, and attention, which reads each sequence's own cache. Activations are left out, because in decode they are
+thousands of times smaller than the weights.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from ...specs.run import Inference
 from ..inference import kv_cache_bytes, loaded_bytes
 from .flops import flops, token_pass
 
-LARGEST_BATCH = 1 << 20  # the largest that `flip_batch` looks at
+LARGEST_BATCH = 1 << 20  # the largest that `flip_batch` tries
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass on one device: FLOP of the products with weights and of attention's, and the bytes each read."""
+    """One forward pass on one device: the FLOP of matmuls with weights (`products`) and of attention (`scores`), and
+    the bytes that each of them reads (`weights`, `cache`)."""
 
     products: int
     scores: int
@@ -44,16 +45,17 @@ class Pass:
 
 
 def prefill_pass(spec: ModelSpec, run: Inference) -> Pass:
-    """Return the pass that reads all prompts. It writes the cache; the keys and values it needs are at hand."""
+    """Return the pass that reads all prompts. It reads no cache, because it has just computed all keys and values."""
     counted = flops(spec, replace(run, new_tokens=1))
     return _pass(spec, run, counted.by_part, run.prompt_len, 0)
 
 
 def decode_pass(spec: ModelSpec, run: Inference, context: int | None = None, absorbed: bool = True) -> Pass:
-    """Return the pass that reads one token of each sequence, of which it sees `context`, itself among them.
+    """Return the pass that reads one token of each sequence, which attends to `context` tokens, including itself.
 
-    Default: the middle of the generation, prompt_len + new_tokens / 2. Latent attention is computed on the latents
-    themselves, as engines do it; `absorbed` False: expanded to all heads first, as transformers does (`token_pass`).
+    By default, this is the middle of the generation, prompt_len + new_tokens / 2. Latent attention runs on the latents
+    themselves, as in engines. If `absorbed` is False, they are first expanded to all heads, as in transformers
+    (`token_pass`).
     """
     context = max(2, run.prompt_len + run.new_tokens // 2 if context is None else context)
     by_part = token_pass(spec, run.batch, context, absorbed)
@@ -68,8 +70,9 @@ def _pass(spec: ModelSpec, run: Inference, by_part: dict[str, int], new: int, ca
 def weights_read(spec: ModelSpec, run: Inference, tokens: float) -> int:
     """Return the bytes of weights that a pass over `tokens` tokens reads on one device.
 
-    All but the embedding, of which it looks up `tokens` rows (a tied one is read as the head), and of the routed
-    experts those that some token goes to: E · (1 - (1 - k/E)^tokens) of E, if each of the k choices is like any other.
+    It reads all weights except the embedding, whose few rows are left out (a tied embedding is read as the head), and
+    except the routed experts that no token chooses. If all experts are equally likely, it reads
+    E · (1 - (1 - k/E)^tokens) of the E experts, for k choices per token.
     """
     parts = spec.parameters_by_component
     lookups = (0 if spec.tied else parts["embedding"]) + parts.get("positions", 0)
@@ -83,10 +86,10 @@ def weights_read(spec: ModelSpec, run: Inference, tokens: float) -> int:
 
 
 def flip_batch(spec: ModelSpec, run: Inference, rate: float, bandwidth: float) -> int | None:
-    """Return the smallest batch in which decode's products with weights take their FLOP as long as their bytes.
+    """Return the smallest batch for which the FLOP of decode's matmuls with weights take as long as their bytes.
 
-    It is also the number of prompt tokens from which prefill is bound by FLOP. None where no batch up to 2^20 is.
-    Attention has no such batch: each sequence brings a cache of its own.
+    With at least as many prompt tokens, prefill is limited by FLOP, too. Return None if no batch up to 2^20 is large
+    enough. Attention has no such batch, because each sequence reads a cache of its own.
     """
 
     def bound_by_flop(batch: int) -> bool:

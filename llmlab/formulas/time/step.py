@@ -1,10 +1,10 @@
-"""Seconds of a step from its kernels' times and its bytes, on one device; and its price.
+"""Seconds of a step on one device, from its kernels' times and its bytes, and its price.
 
-    time = products + attention + bytes of everything else / bandwidth
+    time = matmuls + attention + bytes of everything else / bandwidth
 
-or, where that is less than what the CPU takes to start the kernels, the CPU's time; then the update, which the CPU
-starts too. `kernels` says how long a product and attention take on a card. A compiled step fuses what lies between
-products.
+If the CPU needs longer to launch the kernels, its time counts instead. The optimizer's update, which the CPU launches
+too, comes after that. `kernels` has the times of matmuls and attention on a GPU. A compiled step fuses the operators
+between matmuls.
 """
 
 from __future__ import annotations
@@ -44,32 +44,37 @@ from .products import Product, gradients_of_first_block, multiplied_wide, produc
 from .roofline import decode_pass, prefill_pass
 
 # torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
-# sqrt 2, div 2, add 2, addcdiv 4), where one kernel has 7.
+# sqrt 2, div 2, add 2, addcdiv 4). A fused kernel needs 7.
 FOREACH = 3
 # torch/optim/_adafactor.py, _single_tensor_adafactor: norms of the weight, of the gradient's rows and columns, and of
 # the update (4), the product of the row and column factors (1), div (2), clamp (2), rsqrt (2), mul (3), add (3).
 ADAFACTOR = 17
-# Seconds that bitsandbytes' blockwise 8-bit AdamW takes per parameter on one multiprocessor, which looks states up in a
-# table and waits for that, not for bytes: 220 ms for 8.03e9 parameters on the 132 of an H200
-# (kOptimizerStatic8bit2StateBlockwise, bitsandbytes 0.50.2, torch 2.11, 2026-11-26), nine times what the bytes take.
+# Seconds per parameter of bitsandbytes' blockwise 8-bit AdamW on one multiprocessor. It looks states up in a table, and
+# these lookups limit it, not bandwidth: 8.03e9 parameters took 220 ms on the 132 multiprocessors of an H200
+# (kOptimizerStatic8bit2StateBlockwise, bitsandbytes 0.50.2, torch 2.11, 2026-11-26), nine times as long as their bytes.
 EIGHT_BIT = 132 * 0.2204 / 8.03e9
 EIGHT_BIT_UPDATE = "bitsandbytes::optimizer_update_8bit_blockwise"  # the operator
-# All measured matrices have rows of whole 16 bytes. With a vocabulary of 50,257 an A100's products took almost 3 times
-# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87). Hopper
-# has no kernels of its own for such rows: an A100's run there, faster by multiprocessors and clocks, 1.5 times, where
-# its own multiply 2.6 times as fast: 5 times as long. A small product of rows of 588 took 3.5 times as long as of 592
-# (m87-labs/kestrel, pull request 143), steps of nanotron with a head of 50,257 words a little longer than 5 says
-# (benchmarks/time/throughputs.toml, nanotron-old-bench). On an RTX 4090 it is 1.4 times (pytorch/pytorch, issue
-# 181718), with CUDA 13 it can be 1.2 (ml-explore/mlx, issue 2712). A compiler pads from torch 2.1 on
-# (torch._inductor.config.shape_padding), Megatron-LM its vocabulary. By chip; on others it may be as on the first.
+# How many times as long matmuls take if a row is no multiple of 16 bytes, by compute capability. No such matrix is in
+# the measured grids. With a vocabulary of 50,257, the head's matmuls on an A100 took almost 3 times as long as with
+# 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87). Hopper has no kernels
+# of its own for such rows and runs those of the A100. Its multiprocessors and clocks make these 1.5 times as fast, but
+# its own kernels are 2.6 times as fast, so such rows take 5 times as long. A small matmul with rows of 588 took 3.5
+# times as long as with 592 (m87-labs/kestrel, pull request 143), and steps of nanotron with a head of 50,257 tokens
+# took a little longer than a factor of 5 predicts (benchmarks/time/throughputs.toml, nanotron-old-bench). The factor is
+# 1.4 on an RTX 4090 (pytorch/pytorch, issue 181718), and can be 1.2 with CUDA 13 (ml-explore/mlx, issue 2712). Inductor
+# pads such rows since torch 2.1 (torch._inductor.config.shape_padding), and Megatron-LM pads its vocabulary. On other
+# chips, the factor may be as large as on the first.
 ALIGNED, UNALIGNED = 8, {(8, 0): 3.0, (9, 0): 5.0}
-Sized = tuple[tuple[int, int, int, str], int]  # (m, n, k) of a product and its dtype, and how often
-UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
+Sized = tuple[tuple[int, int, int, str], int]  # (m, n, k, dtype) of a matmul, and its count
+UNPACKED = 2.5  # bytes moved per packed weight before each matmul: 4 bits read and 16 bits written
 
 
 class Passes(NamedTuple):
-    """Seconds of all forward and backward passes of a step on one device; `host` is what the CPU takes to start their
-    kernels. Products are by part (as `Flops.by_part`, without "scores", which is `attention`)."""
+    """Seconds of all forward and backward passes of a step on one device.
+
+    `products` has matmuls by part, as `Flops.by_part` without "scores", which is `attention`. `host` is the time until
+    the CPU has launched all kernels, including its waits for the GPU.
+    """
 
     products: dict[str, float]
     attention: float
@@ -79,19 +84,22 @@ class Passes(NamedTuple):
 
     @property
     def card(self) -> float:
-        """Seconds of the card, if it never waits."""
+        """Seconds of the GPU, if it never waits for the CPU."""
         return sum(self.products.values()) + self.attention + self.elementwise + self.loss
 
     @property
     def seconds(self) -> float:
-        """The slower of card and host."""
+        """The seconds of the GPU or of the CPU, whichever is longer."""
         return max(self.card, self.host)
 
 
 class Outside(NamedTuple):
-    """Seconds of products that are larger, or smaller, than those that were measured, and of those in half precision
-    whose rows are not whole 16 bytes. These count `UNALIGNED` times on the chips where that was measured, and may take
-    less by `maybe_less_s`; on others they may take more by `maybe_more_s`."""
+    """Seconds of matmuls that differ from the measured ones.
+
+    `extrapolated_s`: matmuls larger or smaller than any measured. `misaligned_s`: 16-bit matmuls with rows that are no
+    multiple of 16 bytes. On chips for which `UNALIGNED` has a factor, the latter include this factor, and may take
+    `maybe_less_s` less. On other chips they may take `maybe_more_s` more.
+    """
 
     extrapolated_s: float
     misaligned_s: float
@@ -100,15 +108,15 @@ class Outside(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Seconds of the two products of a layer's backward pass: the gradients of its input and of its weight."""
+    """Seconds of the two matmuls in a layer's backward pass: the gradients of its input and of its weight."""
 
     input: float
     weight: float
 
 
 class Traced(NamedTuple):
-    """Seconds of a step whose kernels were traced one by one (`simulate`), in the place of what formulas count, and
-    the kernel that computed attention, as `share.attention_kernel` names them."""
+    """Seconds of a step whose kernels were traced one by one (`simulate`), which replace those of the formulas.
+    `attention` is the attention kernel, named as in `share.attention_kernel`."""
 
     passes: Passes
     update: float
@@ -116,9 +124,11 @@ class Traced(NamedTuple):
 
 
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
-    """Return the seconds of one device's optimizer step, or of a whole generation; None where no rate is known that the
-    run needs: of a generation, on cards that were never measured, and of what is offloaded by a link that is not in the
-    table."""
+    """Return the seconds of one device's optimizer step, or of a whole generation.
+
+    Return None if a rate that the run needs is unknown: for a generation on a GPU that was never measured, for
+    offloading over a link that is not in the table, and for a dtype that the GPU has no units for.
+    """
     if card is None:
         return None
     if isinstance(run, Inference):
@@ -133,7 +143,8 @@ def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
 
 
 def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
-    """Return the seconds of a step's passes by what takes them; None for a dtype that the card has no units for."""
+    """Return the seconds of a step's forward and backward passes by kind of work, or None if the GPU has no units for
+    the run's dtype."""
     gpu_kernels = kernels(card)
     multiplied = product_seconds(spec, run, gpu_kernels)
     attention = attention_seconds(spec, run, gpu_kernels)
@@ -143,7 +154,7 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     slower = sent.strided * (1 / rates.strided - 1 / rates.bandwidth)
     blocks = sent.blocks / gpu_kernels.bandwidth + slower + small_kernels(spec, run) * rates.launch
     host = host_seconds(spec, run, gpu_kernels.host)
-    for other in others(spec, run):  # without gradients, as a recomputation
+    for other in others(spec, run):  # a forward pass costs as much as full recomputation adds
         again, once = (replace(run.update, lora=None, checkpointing=kind) for kind in ("full", None))
         both = [moved(other.spec, each, card).blocks / gpu_kernels.bandwidth for each in (again, once)]
         blocks += other.passes * (both[0] - both[1])
@@ -162,9 +173,12 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
 def update_after(
     spec: ModelSpec, run: Training, gpu_kernels: Kernels, computed: Passes, update: float | None = None
 ) -> float:
-    """Return the seconds that one device's step goes on after its passes, for an update of so many (None: as
-    `update_seconds` has it): the host, which starts it when it has started them, may be the slower one; and makes it
-    itself where states are offloaded (`offload.waiting`)."""
+    """Return the seconds that one device's step continues after its passes, until the update has ended.
+
+    `update` is the GPU's time for it, by default that of `update_seconds`. The CPU launches the update after it has
+    launched the passes, and may be slower than the GPU. With offloading, the CPU computes the update itself
+    (`offload.waiting`).
+    """
     if run.offload:
         return waiting(spec, run, gpu_kernels.card, computed.seconds).seconds
     update = update_seconds(spec, run, gpu_kernels) if update is None else update
@@ -173,34 +187,37 @@ def update_after(
 
 
 def host_waits(run: Training, computed: Passes) -> float:
-    """Return for how many seconds the host, besides what it takes itself, waits for the card in a step's passes."""
+    """Return the seconds that the CPU waits for the GPU during a step's passes, in addition to its own work."""
     waits = stack_of(run).cuda_launch_blocking
     return computed.card if waits else loss_waits(run, computed.products.get("head", 0.0), computed.loss)
 
 
 def loss_waits(run: Training, head: float, loss: float) -> float:
-    """Return for how much of these seconds of the head and the loss the host waits: all where it waits for each kernel,
-    and what forward has of them where it looks at a micro-batch's loss before it starts backward."""
+    """Return how many of these seconds of the head and the loss the CPU waits for the GPU: all of them if it waits for
+    each kernel, and those of the forward pass if it checks each micro-batch's loss before the backward pass."""
     stack = stack_of(run)
     if stack.cuda_launch_blocking:
         return head + loss
     if not stack.checks_losses:
         return 0.0
     forward, backward = OWN_LOGITS[stack.name][stack.cross_entropy_fusion_impl]
-    return head / (2 if run.lora else 3) + forward / (forward + backward) * loss  # a frozen head has no gradient
+    return head / (2 if run.lora else 3) + forward / (forward + backward) * loss  # a frozen head has no weight gradient
 
 
 def update_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
-    """Return the seconds of the optimizer's update on one device: it reads weight (or its fp32 copy), gradient and
-    states, and writes all but the gradient; torch's AdamW does so in `FOREACH` passes, unless it is fused. A master
-    copy takes the gradient in fp32, and is copied to the weights."""
+    """Return the seconds of the optimizer's update on one device.
+
+    The update reads the weight (or its fp32 master copy), the gradient and the states, and writes all of them except
+    the gradient. torch's AdamW moves these bytes `FOREACH` times, unless it is fused. A master copy needs an fp32
+    gradient, and is then cast into the weights.
+    """
     b, sizes = PRECISION[run.precision], states(spec, run)
     weight, gradient, state = 3 * (adapter_bytes(run),) if run.lora else (b.master or b.weights, b.gradients, b.states)
     moments = {"adamw": 2 * state, "adamw-fused": 2 * state, "adamw-8bit": 2, "lion": 4,
                "muon": state}.get(run.optimizer, 0)  # fmt: skip
     copies = 0
     if b.master and not run.lora:
-        if not uses_fsdp(run):  # whose shards are fp32, and so are gradients that it has reduced
+        if not uses_fsdp(run):  # FSDP2's shards and reduced gradients are already fp32
             copies = b.master + b.weights + (gradient + b.master if gradient < b.master else 0)
         gradient = b.master
     orthogonal = _orthogonal_seconds(spec, run, gpu_kernels) if run.optimizer == "muon" else 0.0
@@ -214,17 +231,20 @@ def update_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> floa
 
 
 def foreach_adamw(run: Training) -> bool:
-    """Whether AdamW is torch's own on lists of tensors: its default, but of a stack that has another, and of master
-    copies, which engines step by a fused kernel."""
+    """Whether the optimizer is torch's AdamW on lists of tensors (foreach), the default. Some stacks use a fused AdamW,
+    and engines update master copies with a fused kernel."""
     masters = PRECISION[run.precision].master and not uses_fsdp(run)
     return run.optimizer == "adamw" and not stack_of(run).fused_adamw and not masters
 
 
 def _paged_seconds(run: Training, sizes: States, card: GPU) -> float:
-    """Return the seconds in which the driver pages states that a device has no room for: all of them in, and out again,
-    because the pages that were used longest ago go first, and the update goes through them in a circle. bitsandbytes
-    asks for a tensor's before it updates it (bitsandbytes/optim/optimizer.py, prefetch_state), and PCIe carries both
-    directions at once: the one run that published this, on an RTX 4090, took half of what one after the other would."""
+    """Return the seconds in which the driver pages optimizer states in and out, if they do not fit on the device.
+
+    All states move in both directions, because the driver evicts the least recently used pages, and every update visits
+    the states in the same order. bitsandbytes prefetches the states of a tensor before it updates it
+    (bitsandbytes/optim/optimizer.py, prefetch_state). PCIe carries both directions at the same time: the only published
+    run, on an RTX 4090, took half as long as one direction after the other would.
+    """
     if not stack_of(run).paged(run):
         return 0.0
     paged = 2 * sizes.trained
@@ -233,7 +253,8 @@ def _paged_seconds(run: Training, sizes: States, card: GPU) -> float:
 
 
 def _orthogonal_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
-    """Return the seconds of Muon's products, on a device with an equal share of all layers; every copy makes them."""
+    """Return the seconds of Muon's matmuls on a device with an equal share of all layers. Every data-parallel rank
+    computes all of them."""
     total = 0.0
     for rows, columns, count in newton_schulz.matrices(spec):
         for m, n, k in newton_schulz.products(rows, columns):
@@ -242,63 +263,68 @@ def _orthogonal_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) ->
 
 
 def tokens_of(run: Run) -> int:
-    """Return the tokens of a step over all devices: trained on, or generated."""
+    """Return the number of tokens that all devices together train on in a step, or generate."""
     if isinstance(run, Training):
         return run.global_batch * run.seq_len
     return run.batch * run.new_tokens
 
 
 def mfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
-    """Return model FLOPs utilisation: the FLOP that the model needs (recomputation is not counted: PaLM, arXiv
-    2204.02311, appendix B) over what the card could do at its data sheet's peak; None where it has none. As there,
-    attention counts without its mask: with long sequences, of which causal kernels skip half, it can pass 100 %."""
+    """Return model FLOPs utilisation, or None if the data sheet has no peak.
+
+    It is the FLOP that the model needs, without recomputation (PaLM, arXiv 2204.02311, appendix B), divided by the FLOP
+    that all GPUs could compute in `seconds` at their peak. As in that paper, attention counts without its mask. Causal
+    kernels skip half of it, so with long sequences the result can exceed 100 %.
+    """
     return utilisation(flops(spec, run, card).model, run, card, seconds)
 
 
 def hfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
-    """Return hardware FLOPs utilisation: like `mfu`, with all that is computed, recomputation too."""
+    """Return hardware FLOPs utilisation: like `mfu`, but counting all computed FLOP, including recomputation."""
     return utilisation(flops(spec, run, card).total, run, card, seconds)
 
 
 def utilisation(count: int, run: Run, card: GPU, seconds: float) -> float | None:
-    """Return `count` FLOP over what all cards could do in `seconds`; None where the data sheet has no peak."""
+    """Return `count` FLOP divided by the FLOP that all GPUs could compute in `seconds` at their peak, or None if the
+    data sheet has no peak."""
     peak = card.peak(peak_dtype(run))
     return count / run.world_size / seconds / peak if peak else None
 
 
 def peak_dtype(run: Run) -> str:
-    """Return the dtype of a run's products, whose peak utilisation is measured against."""
+    """Return the dtype of a run's matmuls, whose peak is the reference for utilisation."""
     if isinstance(run, Inference):
         return run.weights if run.weights in ("fp32", "fp16", "bf16") else "bf16"
     return run.compute_dtype
 
 
 def training_days(parameters: float, tokens: float, card: GPU, cards: int, utilisation: float) -> float:
-    """Return the days that 6ND FLOP take on `cards` cards at this MFU of their bf16 (else fp16) peak."""
+    """Return the days that 6ND FLOP need on `cards` GPUs at this MFU. The peak is that of bf16, or else of fp16, or
+    else of fp32."""
     peak = card.peak("bf16") or card.peak("fp16") or card.peak_flops["fp32"]
     return 6 * parameters * tokens / (cards * peak * utilisation) / 86400
 
 
 def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> float | None:
-    """Return US dollars for `card_hours`, at your rate or the table's (see the card's sources and date); None without
-    either."""
+    """Return the US dollars for `card_hours` hours of one GPU at `usd_per_hour`, by default the table's rate (its
+    source and date are in the GPU's entry), or None if both are missing."""
     rate = card.usd_per_hour if usd_per_hour is None else usd_per_hour
     return None if rate is None else card_hours * rate
 
 
 def product_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> dict[str, float] | None:
-    """Return the seconds of products with weights by part, on a device with an equal share of all layers; None for a
-    dtype that the card has no units for."""
+    """Return the seconds of matmuls with weights by part, on a device with an equal share of all layers, or None if the
+    GPU has no units for a dtype."""
     seconds = _timed(spec, run, gpu_kernels)[0]
     return None if seconds is None else dict(seconds)
 
 
 def outside(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> Outside:
-    """Return the seconds of those products of `product_seconds` whose shapes are outside of what was measured."""
+    """Return the seconds of those matmuls in `product_seconds` whose shapes were not measured."""
     return _timed(spec, run, gpu_kernels)[1]
 
 
-@lru_cache(maxsize=64)  # both are asked for in an estimate
+@lru_cache(maxsize=64)  # an estimate uses both results
 def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[str, float] | None, Outside]:
     seconds: dict[str, float] = {}
     extrapolated_s = misaligned_s = 0.0
@@ -313,7 +339,7 @@ def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[s
         if (n % ALIGNED or k % ALIGNED) and _is_misaligned(product.part, kind, run, gpu_kernels):
             misaligned_s += total * share
             total *= times if counted else 1.0
-        if product.part == "experts":  # one grouped product, which reads all experts' weights
+        if product.part == "experts":  # one grouped matmul, which reads the weights of all experts
             passes = product.forward + product.again + product.input_gradient + product.weight_gradient
             total = max(total, passes * 2 * n * k * spec.experts / run.ep / gpu_kernels.bandwidth)
         if product.part in packed and by_bitsandbytes(run):
@@ -329,23 +355,23 @@ def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[s
 
 
 def misaligned_factor(card: GPU) -> tuple[bool, float]:
-    """Return whether rows that are not whole 16 bytes were timed on the card's chip, and how much longer products of
-    them take, or may take."""
+    """Return whether `UNALIGNED` has a factor for the GPU's chip, and this factor, or else the smallest one: matmuls
+    whose rows are no multiple of 16 bytes take, or may take, this many times as long."""
     chip = card.compute_capability or (0, 0)
     return chip in UNALIGNED, UNALIGNED.get(chip, min(UNALIGNED.values()))
 
 
 def _unpacking_seconds(product: Product, run: Training, gpu_kernels: Kernels) -> float:
-    """Return the seconds per micro-batch in which GPTQ's weights are unpacked: in forward, and where a block is
-    recomputed, whatever is kept of products. Backward reads what was made."""
+    """Return the seconds per micro-batch in which GPTQ's weights are unpacked: in the forward pass, and again with any
+    checkpointing, even if it saves the outputs of matmuls. The backward pass reads the unpacked weights."""
     shifts, others = gptq.moved(product.inputs, product.outputs, *unpacked_bytes(run))
     once = shifts / gpu_kernels.operators.strided + others / gpu_kernels.bandwidth
     return product.forward * (2 if run.checkpointing else 1) * once
 
 
 def columns_backward(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[Backward, ...]:
-    """Return the seconds per micro-batch of backward's products of a block's column-parallel layers, of attention and
-    of the MLP, averaged over the layers."""
+    """Return the seconds per micro-batch of the matmuls in the backward pass of a block's column-parallel layers, first
+    those of attention, then those of the MLP, averaged over the blocks."""
     seconds = dict.fromkeys(("attention", "mlp"), Backward(0.0, 0.0))
     for product, _, sizes in _multiplied(spec, run):
         if product.cut == "outputs" and product.part in seconds:
@@ -357,20 +383,23 @@ def columns_backward(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tu
 
 
 def _is_misaligned(part: str, kind: str, run: Training, gpu_kernels: Kernels) -> bool:
-    """Return whether matrices in half precision are slower for rows that are not whole 16 bytes: nobody pads them.
-    Adapters' products are bound by bytes."""
+    """Whether misaligned rows slow down the matmuls of `part` in dtype `kind`: those in 16 bits, unless the rows are
+    padded. Adapters' matmuls are limited by bandwidth anyway."""
     padded = run.compile or stack_of(run).pads_vocabulary or part == "adapters"
     return not padded and kind in ("fp16", "bf16") and gpu_kernels.measured(kind)
 
 
 @lru_cache(maxsize=256)
 def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tuple[Sized, ...]], ...]:
-    """Return each layer's products on one device: the layer, their dtype, and (m, n, k) of the forward product, which
-    comes first, of its input's gradient and of its weight's, each with how often a micro-batch has it."""
+    """Return the matmuls of each linear layer on one device, as (layer, dtype, sizes).
+
+    `sizes` has the (m, n, k, dtype) of the forward matmul, of the input's gradient and of the weight's gradient, if
+    there is one, in this order, each with its count per micro-batch.
+    """
     dtype, rows = peak_dtype(run), run.tokens // run.cp
     narrow = "mxfp8" if run.fp8_recipe == "mxfp8" else "fp8"
     in_fp32 = {"adapters"} if multiplied_wide(run) else set()
-    if bytes_of(run).compute == 4:  # peft leaves what is not quantized in fp32
+    if bytes_of(run).compute == 4:  # peft casts the weights that are not quantized to fp32
         in_fp32 |= {"head"}
     found = []
     for product in products(spec, run):
@@ -394,8 +423,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
 
 
 def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float | None:
-    """Return the seconds of attention's kernels, on a device with an equal share of all layers; of eager attention
-    those of its products. None for a dtype that the card has no units for."""
+    """Return the seconds of the attention kernels, or of the matmuls of eager attention, on a device with an equal
+    share of all layers, or None if the GPU has no units for the dtype."""
     kernel = attention_kernel(spec, run, gpu_kernels.card)
     qk, v = head_sizes(spec)
     heads, length = max(1, spec.heads // run.tp), run.seq_len
@@ -403,13 +432,13 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
     without = 1 if first and not any(first[f"scores {name}"] for name in "qkv") else 0
     fused = kernel in ("flash", "efficient")
     again = attentions_again(spec, run, fused)
-    # The package flash-attn has no fp32: transformers casts queries, keys and values to the weights' half before it
-    # (modeling_flash_attention_utils.py, fa_peft_integration_check).
+    # The flash-attn package does not support fp32, so transformers first casts queries, keys and values to the 16-bit
+    # dtype of the weights (modeling_flash_attention_utils.py, fa_peft_integration_check).
     wide = kernel == "math" or (bytes_of(run).compute == 4 and run.attention != "flash")
     dtype = "fp32" if wide else peak_dtype(run)
     if fused:
         name, masked = fastest_kernel(run, kernel, gpu_kernels.card), masked_layers(spec, run) / spec.layers
-        whole = name if name == "cudnn" else "efficient"  # FlashAttention takes no mask; under one all scores count
+        whole = name if name == "cudnn" else "efficient"  # FlashAttention accepts no mask; with one, all scores count
         total, head_size = 0.0, (qk + v) // 2
         for kernel_, times in ((name, 1 - masked), (whole, 2 * masked)):
             forward = gpu_kernels.attention(run.sequences, heads, length, head_size, kernel_, dtype)
@@ -431,10 +460,12 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
 
 
 def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
-    """Return `kernel`, or whose is taken where it is FlashAttention's: "cudnn" where SDPA takes cuDNN's attention
-    first, if torch brings one newer than 9.15, as its wheels for CUDA 13 do.
-    torchtitan asks for it (torchtitan/models/attention.py), and Transformer Engine has it. On AMD's cards "ck" of
-    Transformer Engine, and where no SDPA is between."""
+    """Return the kernel that runs. This is `kernel`, except that two others may replace "flash".
+
+    "cudnn" runs where SDPA prefers cuDNN's attention, if torch comes with a cuDNN newer than 9.15, as its wheels for
+    CUDA 13 do. torchtitan requests it (torchtitan/models/attention.py), and Transformer Engine includes it. On AMD's
+    GPUs, "ck" runs with Transformer Engine, and if flash-attn is called without SDPA.
+    """
     if kernel != "flash":
         return kernel
     if card.vendor == "AMD":

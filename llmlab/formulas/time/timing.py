@@ -1,4 +1,4 @@
-"""How long a run takes, what that is made of, where each rate is from, and its 80 % interval."""
+"""The time of a run: its parts, the source of each rate, and an 80 % interval."""
 
 from __future__ import annotations
 
@@ -35,29 +35,32 @@ from .step import (
     step_seconds,
 )
 
-# What a step's seconds are divided into, in the order in which they are shown.
+# The parts of a step's seconds, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
-COMPUTED, WITHIN = PARTS[:4], PARTS[4:7]  # the latter are sent between a layer's operators
+COMPUTED, WITHIN = PARTS[:4], PARTS[4:7]  # WITHIN: communication between the operators of a layer
 SENT = (*WITHIN, "pipeline", "data")
 FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
 LITTLE = 0.005  # a share that prints as 0 %
-# Nodes that nobody described can have this many times fewer adapters than the maker's: of 8 A100s AWS' p4d have 400
-# Gbit/s where a DGX has 1,600 (their data sheets), of 8 H100s Google's a3-highgpu 800 where a DGX has 3,200.
+# If no cluster is given, nodes may have this many times fewer network adapters than the vendor's own. With 8 A100s, AWS
+# p4d nodes have 400 Gbit/s and a DGX 1,600 (their data sheets); with 8 H100s, Google's a3-highgpu have 800 and a DGX
+# 3,200.
 FEWER_ADAPTERS = 4
-# Over n nodes a network that others use at the same time reaches as little as n ** -SHARED of its rate: up to a half is
-# lost over 256 nodes of Leonardo (arXiv 2408.14090), 20 and 49 % over 540 of Polaris (an all-reduce of 1 GiB by two
-# NCCLs: links.toml, [slingshot]), 28 % from 4 to 128 nodes of H100s (a reduce-scatter: NVIDIA/nccl, issue 1229).
+# On n nodes, a network shared with other jobs may reach only n ** -SHARED of its rate. Up to half is lost on 256 nodes
+# of Leonardo (arXiv 2408.14090), 20 and 49 % on 540 of Polaris (an all-reduce of 1 GiB with two versions of NCCL:
+# links.toml, [slingshot]), and 28 % from 4 to 128 nodes of H100s (a reduce-scatter: NVIDIA/nccl, issue 1229).
 SHARED = 1 / 8
-PLAIN = 1.55  # of 189 families counted as plain transformers 8 in 10 are within this factor (verdict.PLAIN_MEMORY)
+PLAIN = 1.55  # 80 % of 189 families counted as plain transformers are within this factor (verdict.PLAIN_MEMORY)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a step, None where they are not known; `low` and `high` hold 80 % of such predictions. `parts` are
-    `PARTS` and add up to the seconds; `sources` say where each is from. `notes` say how ranks are connected, or why no
-    time is known. `hidden` has the seconds of communication that computation hides, which are in no part, and `layer`
-    those of one layer in a micro-batch (`distributed.Step`)."""
+    """Seconds of a step, or None if they are unknown, and their 80 % interval, from `low` to `high`.
+
+    `parts` has seconds by name (`PARTS`) and adds up to `seconds`; `sources` has the source of each part. `hidden` has
+    the seconds of communication that computation hides, which are in no part. `layer` has the seconds of one layer in a
+    micro-batch (`distributed.Step`). `notes` say how ranks are connected, or why the time is unknown.
+    """
 
     seconds: float | None = None
     low: float | None = None
@@ -72,8 +75,8 @@ class Timing:
 def timing(
     spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None = None, traced: Traced | None = None
 ) -> Timing:
-    """Return how long a step of `run` takes on `card`, or a generation, of which the seconds alone are known. With a
-    step that was `traced` its own passes and update count, and what ranks send is as ever."""
+    """Return the time of a step of `run` on `card`, or of a generation, which has `seconds` only. The passes and the
+    update of a `traced` step replace those of the formulas, which still count its communication."""
     result = _timing(spec, run, card, cluster, traced)
     return result if traced else replace(result, notes=(*result.notes, *uncounted(spec, run)))
 
@@ -87,14 +90,15 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
         return Timing(step_seconds(spec, run, card))
     gpu_kernels, nodes, rates, node_spread, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""
     on_host, notes = Waiting(0.0, 0.0, 0.0), list[Note]()
-    if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
-        # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
+    # A trace has the operators of hooks, compiled graphs and Megatron-LM's layers, but not the time of their Python.
+    if traced:
+        # Rates fitted to whole steps, which were checkpointed, include this time in that of operators.
         host = traced.passes.host + (0.0 if gpu_kernels.kind == "fitted" else python_seconds(spec, run))
         if hook_seconds(spec, run, gpu_kernels.host) or stack_of(run).own_kernels:
             host = max(host, host_seconds(spec, run, gpu_kernels.host) + host_waits(run, traced.passes))
         traced = traced._replace(passes=traced.passes._replace(host=host))
     shapes = outside(spec, run, gpu_kernels)
-    if traced and shapes.maybe_less_s:  # a trace has its products' times as if all rows were whole
+    if traced and shapes.maybe_less_s:  # a trace times matmuls as if their rows were aligned
         products = dict(traced.passes.products)
         products["head"] = products.get("head", 0.0) + shapes.maybe_less_s
         traced = traced._replace(passes=traced.passes._replace(products=products))
@@ -129,11 +133,11 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     spread = _spread(run, gpu_kernels, shapes.extrapolated_s / seconds)
-    # Nodes differ, and networks, whatever the kernels take.
+    # The spreads of nodes and networks are independent of that of kernels.
     quicker, factor = exp(hypot(spread, log(node_spread[0]))), exp(hypot(spread, log(node_spread[1]), log(held_up)))
     rest = seconds - on_host.seconds
     longest = factor * (rest + unnamed) + on_host.most
-    if run.world_size > 1:  # several GPUs have an engine, which takes its own time in each step
+    if run.world_size > 1:  # an engine for several GPUs adds time of its own to each step
         longest += float(training_rates()["engine"]["seconds"])
     if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
         few = replace(nodes, adapters=max(1, nodes.adapters // FEWER_ADAPTERS))
@@ -167,11 +171,13 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
 
 
 def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | None, str]:
-    """Return `nodes` as a run may find them, what its stack then hides (as in `step`), and the two in words.
+    """Return the conditions that may slow a run's communication down: `nodes` with a slower network, the `overlap` of
+    `step` (None: the stack's own), and both in words, or "" if neither applies.
 
-    DeepSpeed's ZeRO-3 gathers for one module after another, one ahead (runtime/zero/partitioned_param_coordinator.py,
-    fetch_sub_module). 128 A100s took as long for it as computing and sending one after the other, with 1 sequence and
-    with 16 (benchmarks/time/throughputs.toml, deepspeed-azure); why is not known (deepspeedai/DeepSpeed, issue 5047).
+    DeepSpeed's ZeRO-3 gathers the weights of one module after another, one module ahead
+    (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module). Yet steps on 128 A100s took as long as without
+    overlap, with 1 sequence and with 16 (benchmarks/time/throughputs.toml, deepspeed-azure). The cause is unknown
+    (deepspeedai/DeepSpeed, issue 5047).
     """
     many, why, overlap = -(-run.world_size // nodes.gpus), [], None
     if many > 1 and (across := nodes.across):
@@ -185,15 +191,18 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
 
 
 def _nodes_apart(terms: Step, slow: Step, fast: Step) -> tuple[float, float]:
-    """Return by what a step is divided in a node of which one in ten is faster, and multiplied where one is slower."""
+    """Return by what factor a step is faster on the node at the 90th percentile of published ones than on the median
+    node, and by what factor slower at the 10th."""
     longest = (slow.seconds + slow.data_maybe_exposed) / (terms.seconds + terms.data_maybe_exposed)
     return terms.seconds / fast.seconds, longest
 
 
 def _spread(run: Training, gpu_kernels: Kernels, extrapolated_share: float) -> float:
-    """Return the logarithm by which 8 in 10 predictions of such a run are off at most; `extrapolated_share`: the share
-    of its time that is of products larger than those that were measured, whose own error comes to it as one that is
-    independent."""
+    """Return the logarithm of the factor by which 80 % of the predictions for such a run are off at most.
+
+    `extrapolated_share` is the share of its time in matmuls outside the measured sizes. Their error is added as an
+    independent one.
+    """
     spread = training_rates()["spread"]
     widest = [gpu_kernels.spread]
     if gpu_kernels.table and not gpu_kernels.measured(peak_dtype(run)):
@@ -203,18 +212,19 @@ def _spread(run: Training, gpu_kernels: Kernels, extrapolated_share: float) -> f
     if run.tp * run.pp > 1:
         widest.append(spread["cut"])
     if run.pp > 1 and not stack_of(run).timed_pipelines:
-        widest.append(spread["pipeline"])  # whose engine is not known: DeepSpeed's took longer than Megatron-LM's
+        widest.append(spread["pipeline"])  # of an unnamed engine; DeepSpeed's is slower than Megatron-LM's
     return hypot(max(widest), min(1.0, extrapolated_share) * spread["beyond"])
 
 
 def _other_hosts(
     spec: ModelSpec, run: Training, host: Efficiency, parts: Mapping[str, float], waits: float
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the seconds that a step takes less with a faster host than `host`, and more with a slower; each `waits`
-    for the card as long.
+    """Return how many seconds less a step takes with a faster host than `host`, and how many more with a slower one.
+    Each host waits `waits` seconds for the GPU.
 
-    Hosts are as far apart as the two whose operators were measured, and for hooks as `hook_spread` says. DeepSpeed's
-    stages 1 and 2 run Python after gradients, which no count of operators has: as long again, on a slow host.
+    Hosts differ as much as the slowest and the fastest whose operators were measured, and for hooks by `hook_spread`.
+    DeepSpeed's stages 1 and 2 run Python after each gradient, which no count of operators includes, so a slow host may
+    need twice the time of the operators.
     """
     waited = parts.get("launches", 0.0)
     busy = sum([parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)]) - waited
@@ -224,7 +234,7 @@ def _other_hosts(
 
 @lru_cache(maxsize=256)
 def _on_other_hosts(spec: ModelSpec, run: Training, host: Efficiency) -> tuple[float, float]:
-    """Return `host_seconds` on a faster host than `host`, and on a slower."""
+    """Return `host_seconds` on a faster and on a slower host than `host`."""
     hooks, host_spread = hook_seconds(spec, run, host), _hosts_apart()
     operators = host_seconds(spec, run, host) - hooks
     slower = 2.0 if (stack_of(run).name, run.zero) in STAGES else host_spread
@@ -235,9 +245,12 @@ def _on_other_hosts(spec: ModelSpec, run: Training, host: Efficiency) -> tuple[f
 def _older_attention(
     spec: ModelSpec, run: Training, gpu_kernels: Kernels, kernel: str, attention: float
 ) -> tuple[str, float]:  # fmt: skip
-    """Return the kernel that computes a step's seconds of `attention` where torch does not take cuDNN's, and how many
-    seconds more it takes: with CUDA 12's wheels up to torch 2.10, which bring an older one than `fastest_kernel` says.
-    Megatron-LM and torchtitan name cuDNN's themselves."""
+    """Return the attention kernel that runs if torch does not use cuDNN's, and how many seconds it adds to a step with
+    `attention` seconds of attention.
+
+    It runs with CUDA 12's wheels up to torch 2.10, whose cuDNN is older than `fastest_kernel` assumes. Megatron-LM and
+    torchtitan select cuDNN's kernel themselves.
+    """
     stack = stack_of(run)
     if kernel != "cudnn" or run.attention != "sdpa" or stack.own_kernels or stack.lists_kernels:
         return kernel, 0.0
@@ -250,13 +263,13 @@ def _older_attention(
 
 @cache
 def _hosts_apart() -> float:
-    """Return how much longer the slower of the measured hosts takes to start an operator than the faster."""
+    """Return how many times as long the slowest measured host needs to launch an operator as the fastest."""
     times = [rates.dispatch for rates in efficiencies().values() if rates.dispatch]
     return max(times) / min(times)
 
 
 def _alone(run: Training, passed: Passes, update: float) -> dict[str, float]:
-    """Return the parts of one device's step."""
+    """Return the seconds of the parts of a step on one device; parts that take no time are left out."""
     parts = {
         "products": sum(passed.products.values()),
         "attention": passed.attention,
@@ -268,7 +281,8 @@ def _alone(run: Training, passed: Passes, update: float) -> dict[str, float]:
 
 
 def _layer(spec: ModelSpec, run: Training, counted: Flops, parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a layer's computation in a micro-batch on one device, an equal share of the blocks'."""
+    """Return the seconds of a layer's forward and backward computation in a micro-batch on one device: an equal share
+    of the passes, including the head and the loss."""
     computed = sum([parts.get(name, 0.0) for name in COMPUTED]) / run.accumulation / spec.layers
     forward = counted.forward / counted.total
     return {"forward": forward * computed, "backward": (1 - forward) * computed}
@@ -284,7 +298,8 @@ _usual_nodes = cache(cluster_of)
 
 @lru_cache(maxsize=256)
 def _interconnect(several: bool, nodes: Cluster, rates: Rates | None) -> tuple[Note, ...]:
-    """Return how the ranks of one node, or of several, are joined, and of `rates` of published ones what to measure."""
+    """Return notes on how ranks are connected, in one node or `several`, and for `rates` of published nodes also on
+    what to measure."""
     between = ""
     if nodes.across and several:
         between = f", {nodes.adapters} × {nodes.across.name} per node"
@@ -300,8 +315,11 @@ def _interconnect(several: bool, nodes: Cluster, rates: Rates | None) -> tuple[N
 def _sources(
     run: Training, gpu_kernels: Kernels, parts: Mapping[str, float], kernel: str, slower: float, shapes: Outside
 ) -> dict[str, str]:
-    """Return where the rates of these parts are from, with attention by `kernel`, `slower` by so much than what was
-    measured, and what of the run is outside of that, as `shapes` of products are."""
+    """Return the source of each part's rates, in words.
+
+    Attention runs in `kernel`, which takes `slower` times as long as the measured kernel. `shapes` has the seconds of
+    matmuls whose shapes were not measured.
+    """
     texts = {name: gpu_kernels.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if gpu_kernels.table and not gpu_kernels.measured(dtype):
