@@ -1,1 +1,1 @@
-"""What stacks of their own code do otherwise, each in the module of its name."""
+"""What stacks with their own code do differently, each in the module of its name."""
