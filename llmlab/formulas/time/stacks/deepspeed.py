@@ -34,6 +34,6 @@ def messages(run: Training, elements: float, matrices: int) -> tuple[int, int, f
     gathers = min(matrices, ceil(elements / options.stage3_prefetch_bucket_size))
     alone = elements / matrices > options.reduce_bucket_size
     scatters = 2 * matrices if alone else ceil(elements / options.reduce_bucket_size)
-    # A matrix is used again after all matrices that follow it in the block have been used twice.
+    # Between two uses of a matrix, every matrix that follows it in the block is used twice.
     resident_share = min(1.0, options.stage3_max_reuse_distance / (2 * elements))
     return gathers, scatters, 1 - resident_share if run.checkpointing else 0.0

@@ -31,15 +31,15 @@ def block(share: Share) -> float:
     (megatron-core, transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
 
         norm            one kernel: reads, writes; backward reads its input and a gradient, writes one
-        sums            one kernel for bias, dropout and the stream (fusions/fused_bias_dropout.py), with a mask; backward
-                        of dropout reads a gradient and the mask, writes one; the gradients of the stream's two readers
-                        are added
+        sums            one kernel for bias, dropout and the stream (fusions/fused_bias_dropout.py), with a mask;
+                        backward of dropout reads a gradient and the mask, writes one; the gradients of the stream's
+                        two readers are added
         biases          backward sums gradients over all tokens, which reads them
         activation      with its bias (fused_bias_gelu.py, fused_bias_swiglu.py): reads 1 or 2 f, writes f; backward
                         reads as much and a gradient, writes as much; or `UNFUSED_SWIGLU`, and the sum with its bias
         rotation        reads and writes queries and keys, also in the backward pass, or `UNFUSED_ROTATION`; then the
-                        gradients of queries, keys and values are concatenated, which Transformer Engine's attention does
-                        not need if nothing is rotated
+                        gradients of queries, keys and values are concatenated, which Transformer Engine's attention
+                        does not need if nothing is rotated
         eager attention's scores        see `softmax`, and a copy that reorders attention's output
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute

@@ -14,7 +14,7 @@ def block(share: Share) -> float:
 
         norm            one operator: reads, writes; backward reads its input and a gradient, writes one. Or, with
                         norm_type="rmsnorm", several operators
-        sums            of a branch and the stream; in the backward pass, of the gradients from the readers of one tensor
+        sums            of a branch and the stream; backward of the gradients from all readers of one tensor
         rotation        queries and keys to fp32 and back, with a complex multiplication in between; backward too
         activation      SiLU and a multiplication: 2 f and 3 f; backward 3 f and two multiplications of 3 f
     """
