@@ -172,7 +172,7 @@ def step(
 
     `traced`: the passes of a simulated rank, which include the copies of FSDP2 and of DDP's buckets, and its update.
     `known`: the result of `computation` for the same run, for steps on several clusters. Raises SpecError for settings
-    that contradict each other, and NotAvailable if the card has no units for the dtype, or if no link is known.
+    that contradict each other, and NotAvailable if the GPU has no units for the dtype, or if no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     if known is None:  # otherwise the run has been checked before

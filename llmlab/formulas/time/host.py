@@ -75,16 +75,16 @@ TRANSFORMERS = {
 GENERATING = {"rmsnorm": Operators(40, 36, 0, 0), "layernorm": Operators(19, 18, 0, 0)}
 GENERATING_ENDS = {"rmsnorm": Operators(36, 11, 0, 0), "layernorm": Operators(22, 12, 0, 0)}
 GENERATING_NORM = Operators(8, 0, 0, 0)  # an additional RMSNorm, for example of queries
-# The time of an operator of which autograd records nothing, relative to one in a forward pass of training, from which
-# `dispatch` was derived: 0.7, the median of 16 rounds
-# from 0.5 to 1.2 on a busy machine (benchmarks/time/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
+# The time of an operator that autograd does not record, relative to an operator in a forward pass of training, from
+# which `dispatch` was derived: 0.7, the median of 16 rounds from 0.5 to 1.2 on a busy machine
+# (benchmarks/time/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
 UNRECORDED = 0.7
 # Casts: in mixed precision those of weights, once; under autocast those of inputs and weights (forward, backward), and
 # recomputation repeats the forward ones.
 MIXED = {"rmsnorm": 18, "fused-norm": 18, "layernorm": 24}
 AUTOCAST = {"rmsnorm": (10, 16), "fused-norm": (14, 20), "layernorm": (12, 16)}
 # An additional norm, for example of queries; eager attention, which stores its scores; and the repetition of keys and
-# values for it. `_AGAIN` is what recomputation adds.
+# values for it. `_AGAIN`: operators that recomputation adds.
 NORM, NORM_AGAIN = Operators(8, 1, 16, 4), Operators(8, -1, 0, 11)
 EAGER, EAGER_AGAIN = Operators(7, 9, 8, 10), Operators(7, 9, 0, 2)
 REPEATED, REPEATED_AGAIN = Operators(2, 6, 2, 4), Operators(2, 6, 0, 0)

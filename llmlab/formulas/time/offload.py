@@ -63,8 +63,8 @@ class OffloadedStep:
 
 
 def crossing(spec: ModelSpec, run: Training) -> Crossing:
-    """Return the bytes that one GPU of `run` and its host send each other in one optimizer step, and what the host
-    updates.
+    """Return the bytes that one GPU of `run` and its host exchange in one optimizer step, and the size of the host's
+    update.
 
     A rank moves the gradients and weights that it updates (ZeRO-Offload, section 4.2): 1/N with ZeRO, all of them
     without. Offloaded parameters are copied to the GPU in the host's format, quantized ones packed. Each GPU receives
@@ -113,10 +113,10 @@ def offloaded_step(
 ) -> OffloadedStep:
     """Return the step of a run with offload, if its passes alone take `computed` seconds (`step.passes`).
 
-    `host` None is the host that the card is sold with; `gpus` GPUs share it (None: all of them). With a `drive`, the
+    `host` None is the host that the GPU is sold with; `gpus` GPUs share it (None: all of them). With a `drive`, the
     states are stored there, and read and written sequentially, as DeepSpeed does by default (pipeline_read and
     pipeline_write off). If memory is not `pinned`, copies are slower and hide behind nothing, because the CPU that
-    copies also launches the kernels. Raises NotAvailable if the tables contain no host or no PCIe for the card.
+    copies also launches the kernels. Raises NotAvailable if the tables contain no host or no PCIe for the GPU.
     """
     host = host or host_of(card)
     counted = flops(spec, run, card)
@@ -148,7 +148,7 @@ class Waiting(NamedTuple):
 
 def waiting(spec: ModelSpec, run: Training, card: GPU, computed: float) -> Waiting:
     """Return the seconds that the GPU waits in a step with offload, if its passes alone take `computed` seconds. Raises
-    NotAvailable for a card whose link to its host is not in the table."""
+    NotAvailable for a GPU whose link to its host is not in the table."""
     host, used = usual_host(card), min(run.world_size, card.node_gpus)
     gpus = max(host.gpus, used)
     own, others = host.bandwidth / gpus, [host_.share for host_ in hosts().values()]

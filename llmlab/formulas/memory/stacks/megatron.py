@@ -64,7 +64,7 @@ def fused_softmax(share: Share) -> bool:
 
 
 def after_attention(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
-    """Return the lines of a block that follow attention and its output projection."""
+    """Return the lines of a block that follow the input of attention's output projection."""
     last = next(number for number, row in enumerate(rows) if row.operator.startswith("linear_proj"))
     return rows[last + 1 :]
 

@@ -1,1 +1,1 @@
-"""What stacks with their own code do differently, each in the module of its name."""
+"""The differences of stacks with their own code, each in the module of its name."""
