@@ -32,8 +32,8 @@ class DeepSpeedMemory(StepMemory):
         self.sizes = sizes = tensors(spec)
         self.parameters, self.largest = sum(sizes), max(sizes)
         self.part = -(-self.parameters // run.dp) if self.stage else self.parameters  # elements that this rank updates
-        # Rank 0 updates the first elements. Until then, it stores whole gradients, even if it updates only a piece of
-        # the last one.
+        # Rank 0 updates the first elements. Until the update it stores whole gradients, even if it updates only a piece
+        # of the last one.
         self.owned = next(whole for whole in accumulate(sizes) if whole >= self.part)
         self.widest = min(self.part, max(self._of_part(sizes)))
         # The fp64 copy of a gradient on its way to the host, for its norm (set_norm_for_param_grad_in_gpu).

@@ -30,8 +30,8 @@ SAVED = (
 )
 
 # torchtitan/distributed/activation_checkpoint.py, _apply_op_sac: "all compute ops, except every second mm". In order:
-# wq (saved), wk, wv (saved), wo, w1 (saved), w3, w2 (saved), and attention. Tensors of the kind "made again" are none
-# of autograd's tensors: the backward pass computes the tensor that it needs from them, or needs none.
+# wq (saved), wk, wv (saved), wo, w1 (saved), w3, w2 (saved), and attention. The kind "made again" marks outputs that
+# autograd would not save: the backward pass computes the tensor that it needs from them, or needs none.
 SELECTIVE = (
     Kept("mm 1: wq", "made again", "Q", "product", "heads"),
     Kept("mm 3: wv", "matmul outputs", "K", "product", "heads"),
