@@ -1,6 +1,7 @@
-"""The moments of a step of DeepSpeed's engine: flat buffers, buckets that gradients are reduced in, and the update.
+"""The moments of a step of DeepSpeed's engine: flat buffers, buckets in which gradients are reduced, and the update.
 
-Blocks, logits and temporaries are transformers', as in moments.py. Sources are files of deepspeed/runtime (0.19.8).
+Blocks, logits and temporaries are those of transformers, as in moments.py. Sources are files of deepspeed/runtime
+(0.19.8).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from .states import block_parameters
 
 HALF, FP32, FP64 = 2, 4, 8  # bytes
 ALLREDUCE = 500_000_000  # elements that stage 0 reduces at a time: engine.py, MEMORY_OPT_ALLREDUCE_SIZE
-NORMED = 250_000_000  # elements that stage 3 takes at a time for a norm: zero/stage3.py, _constant_buffered_norm2
+NORMED = 250_000_000  # elements that stage 3 casts at a time for a norm: zero/stage3.py, _constant_buffered_norm2
 
 
 class DeepSpeedMemory(StepMemory):
-    """The bytes on one rank that the moments of DeepSpeed's step are sums of."""
+    """The sizes on one rank from which the moments of DeepSpeed's step are summed."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(_as_if_kept(share))
@@ -31,16 +32,17 @@ class DeepSpeedMemory(StepMemory):
         self.sizes = sizes = tensors(spec)
         self.parameters, self.largest = sum(sizes), max(sizes)
         self.part = -(-self.parameters // run.dp) if self.stage else self.parameters  # elements that this rank updates
-        # Rank 0 updates the first ones. Tensors that it has a piece of it keeps whole until then.
+        # Rank 0 updates the first elements. Until the update it stores whole gradients, even if it updates only a piece
+        # of the last one.
         self.owned = next(whole for whole in accumulate(sizes) if whole >= self.part)
         self.widest = min(self.part, max(self._of_part(sizes)))
-        # What a norm is computed of on its way to the host (set_norm_for_param_grad_in_gpu).
+        # The fp64 copy of a gradient on its way to the host, for its norm (set_norm_for_param_grad_in_gpu).
         self.normed = FP64 * self.widest if run.offload and self.stage < 3 else 0
         self.slice = self.part if self.stage < 3 else 0
-        self.width = FP32 if self.stack.grad_accum_dtype == "fp32" else HALF  # of gradients as they are summed
-        # With bf16 runtime/bf16_optimizer.py sums all of them in a flat buffer.
+        self.width = FP32 if self.stack.grad_accum_dtype == "fp32" else HALF  # per element of sums of gradients
+        # With bf16, runtime/bf16_optimizer.py sums all gradients in a flat buffer.
         self.flat_sums = self.stage == 1 and self.width == FP32 and run.compute_dtype == "bf16"
-        self.held = FP32 * self.part if self.width == FP32 else HALF * self.owned  # of reduced ones, at stages 1 and 2
+        self.held = FP32 * self.part if self.width == FP32 else HALF * self.owned  # reduced ones, stages 1 and 2
         self.accumulated = self.held if run.accumulation > 1 and self.stage == 2 else 0
         self.live = 0  # gathered weights between forward and backward
         bucket = self.stack.reduce_bucket_size if self.stage and self.stack.contiguous_gradients else 0
@@ -51,25 +53,26 @@ class DeepSpeedMemory(StepMemory):
             self.resident["gradients"], self.held = FP32 * self.parameters, 0
         if self.stage == 3:
             persistent = sum(size for size in sizes if size <= self.stack.stage3_param_persistence_threshold)
-            self.part = sum(-(-size // run.dp) for size in sizes)  # each tensor is cut
+            self.part = sum(-(-size // run.dp) for size in sizes)  # each tensor is sharded
             self.widest = -(-self.largest // run.dp)
             self.held, self.bucket = 0, 0
             weights = HALF * (self.part + persistent)
             self.resident.update(weights=weights, gradients=self.width * self.part, other=bucket)
-            # What prefetching finds gathered stays until it is used, and what is used again soon: weights pile up as
-            # forward ends (zero/partitioned_param_coordinator.py, __params_to_release). From the head's forward to
-            # where backward uses a block again it is twice the distance to the head. The head's own is gathered
-            # whatever the limit (fetch_sub_module, which limits what it prefetches alone).
+            # Gathered weights stay until they are used if prefetching has reached them, or if they are used again soon.
+            # Therefore weights accumulate at the end of the forward pass (zero/partitioned_param_coordinator.py,
+            # __params_to_release). Between a block's forward and backward pass lies twice its distance to the head. The
+            # head's own weight is gathered whatever the limit is (fetch_sub_module limits only prefetching).
             most = max(self.stack.stage3_max_live_parameters, self.stack.stage3_max_reuse_distance // 2, sizes[0])
-            # On one GPU a weight is its piece, or a copy from the host (partition_parameters.py, NoGatherHandle).
+            # On one GPU, a weight is its own shard unless it is copied from the host (partition_parameters.py,
+            # NoGatherHandle).
             gathers = run.dp > 1 or run.offload == "optimizer+parameters"
             self.live = HALF * min(self.parameters, most) if gathers else 0
-        self.sent = bool(run.offload) and self.stage == 3  # each part of a gradient, as it is reduced
+        self.sent = bool(run.offload) and self.stage == 3  # whether reduced gradients go to the host immediately
         if run.offload:
             self.held = self.accumulated = self.part = self.widest = 0  # the host updates
             self.resident.update(optimizer=0, gradients=0)
             if self.stage < 3:
-                self.resident["other"] = HALF * self.largest  # by which gradients go there
+                self.resident["other"] = HALF * self.largest  # the buffer for sending gradients
             elif run.offload == "optimizer+parameters":
                 self.resident["weights"] = 0
 
@@ -95,13 +98,13 @@ class DeepSpeedMemory(StepMemory):
         ]
 
     def _summed(self) -> int:
-        """Return the bytes of gradients that are there as a micro-batch begins."""
+        """Return the bytes of gradients that exist when a micro-batch begins."""
         if self.stage >= 2 or self.flat_sums:
             return self.resident["gradients"] + self.accumulated
         return self.gradients.accumulated
 
     def _gathering(self) -> list[Moment]:
-        """Return the moment at which what was gathered together, in one buffer, is copied out of it into tensors
+        """Return the moment at which weights that were gathered in one buffer are copied out of it into tensors
         (zero/partition_parameters.py, AllGatherCoalescedHandle.wait)."""
         if not self.live:
             return []
@@ -116,10 +119,10 @@ class DeepSpeedMemory(StepMemory):
         loss, head, *blocks = super()._backward()
         piled = HALF * self.parameters
         copied = HALF * min(self.parameters, ALLREDUCE)
-        if self.stage:  # the bucket takes gradients in, and is copied when it is full
+        if self.stage:  # gradients go into the bucket, which is copied when it is full
             copied = self.bucket + max(0, self.normed - HALF * min(self.parameters, self.stack.reduce_bucket_size))
-            # What is reduced first, the embedding's, is copied beside all others where it is too large for the bucket
-            # and belongs to several ranks (average_tensor).
+            # The embedding's gradient is reduced first. If it is too large for the bucket and belongs to several ranks,
+            # it is copied while all others are still allocated (average_tensor).
             alone = self.sizes[0] > max(self.stack.reduce_bucket_size, self.part)
             copied += HALF * self.sizes[0] * (alone and not self.flat_sums)
         if self.flat_sums:
@@ -138,17 +141,19 @@ class DeepSpeedMemory(StepMemory):
         return moment._replace(parts={name: size + parts.get(name, 0) for name, size in moment.parts.items()})
 
     def _reduced_at_once(self) -> list[Moment]:
-        """Return the moments of backward at stages 2 and 3, whose hooks move each gradient into the bucket."""
+        """Return the moments of the backward pass at stages 2 and 3, and with immediate_grad_update, where hooks move
+        each gradient into the bucket."""
         loss, head, first, _, embedding = super()._backward()
         spec, after = self.share.spec, self.loss.after
         table = HALF * self.sizes[0]
         gradients = self._summed()
         waiting = gradients + (table if spec.tied else 0)  # a tied head's gradient, until the embedding's is added
-        # When the head is over. A tied one's weight stays for the embedding's backward, if that is near enough.
+        # After the head, a tied weight stays for the embedding's backward pass if that is within the reuse distance.
         near = spec.tied and self.parameters - self.sizes[0] < self.stack.stage3_max_reuse_distance
-        # Then each module's hook gathers whole tensors ahead until all that may be live are: the model's and its norm's
-        # two times, a block's more often than it has weights (_fetch_sub_module_impl). None of a recomputed block goes
-        # before its backward, which prefetching has come across (__params_to_release).
+        # Then each module's hook prefetches whole tensors until as many are gathered as the limit allows: the model and
+        # its norm do so twice, and a block more often than it has weights (_fetch_sub_module_impl). No weight of a
+        # recomputed block is freed before its backward pass, because prefetching has already reached it
+        # (__params_to_release).
         block = HALF * block_parameters(spec) if self.live and self.share.run.checkpointing else 0
         gathered = min(max(self.live, block), HALF * self.parameters - (0 if spec.tied else table))
         left = max(0, self.live - (0 if near else table))
@@ -169,41 +174,43 @@ class DeepSpeedMemory(StepMemory):
                                     other=HALF * self.parameters)]  # fmt: skip
         else:
             reduced = self._reductions(waiting, left, gathered)
-        # Stage 3 gathers the embedding's weight with the last block's, in one buffer that it is copied out of.
+        # Stage 3 gathers the embedding's weight together with the last block's in one buffer, and copies it out of
+        # that.
         there = table if self.live else 0
         weights = self.resident["weights"] + there
         if there and not near:
             moments.append(self._moment("backward", "the embedding's weight gathered", gradients=waiting, logits=after,
                                       activations=self.block + self.recomputed, weights=weights + there,
                                       other=self.bucket))  # fmt: skip
-        # A tied weight's two gradients are summed in a third at stage 2, in place at stage 3.
+        # At stage 2, the sum of a tied weight's two gradients is a third tensor. Stage 3 adds in place.
         made = table * (2 if spec.tied and self.stage < 3 else 1)
         last = self._moment("backward", embedding.name, gradients=waiting + made, logits=after, weights=weights,
                             other=self.bucket + added)  # fmt: skip
         return [*moments, *reduced, last]
 
     def _reductions(self, waiting: int, left: int, gathered: int) -> list[Moment]:
-        """Return the moments at which the bucket is full, or backward over: what is in it, copied. Of gathered weights
-        there are `left` behind the head."""
+        """Return the moments at which the gradients in the bucket are reduced, and copied if necessary, because it is
+        full or the backward pass is over. `waiting`: bytes of gradients outside the bucket. `left`, `gathered`: bytes
+        of gathered weights directly after the head, and later."""
         moments, sizes = [], self.sizes
         tied = HALF * sizes[0] if self.share.spec.tied else 0
         for reduction in reductions(sizes, self.stack.reduce_bucket_size, self.slice):
             to_come = len(sizes) - reduction.tensors
             blocks = 1 + max(0, to_come - 1) * self.layers // len(sizes)
-            # In fp32 this rank's part is there before, and what is added to it is cast.
+            # If sums are in fp32, this rank's part exists before the reduction, and gradients are cast to be added.
             wide = self.width == FP32 and reduction.own and self.stage == 2
             owned, cast = reduction.owned or wide, FP32 * self.widest if wide else 0
             if self.width == FP32 and self.stage == 3:
                 cast = FP32 * reduction.elements // self.share.run.dp
             weights = left if reduction.tensors < 2 else min(gathered, HALF * sum(sizes[:to_come]))
-            if self.live and to_come < 2:  # the embedding's, which stays: its input has no gradient
+            if self.live and to_come < 2:  # the embedding's weight, which stays
                 weights = HALF * sizes[0]
             moments.append(
                 self._moment(
                     "backward", "a bucket reduced",
                     weights=self.resident["weights"] + weights,
                     activations=self.block * blocks + self.recomputed if to_come > 1 else 0,
-                    # The last gradient is the sum of a tied weight's two: nothing waits for it any more.
+                    # The last gradient is the sum of a tied weight's two, so the head's does not wait any more.
                     gradients=waiting - (tied if to_come < 2 else 0) + (self.held if owned else 0)
                     + HALF * (reduction.next + reduction.alone),
                     logits=self.loss.after,
@@ -214,21 +221,22 @@ class DeepSpeedMemory(StepMemory):
         return moments
 
     def _to_host(self, elements: int) -> int:
-        """Return what stage 3 takes on a gradient's way to the host: this rank's part, back on the card, and for its
-        norm in fp64, or cast to fp32 (zero/stage3.py, partition_grads, _offload_grad_partition_at_boundary)."""
+        """Return the bytes that stage 3 allocates to send a gradient to the host: this rank's part on the GPU, and a
+        copy of it, in fp64 for its norm or in fp32 (zero/stage3.py, partition_grads,
+        _offload_grad_partition_at_boundary)."""
         if not self.sent:
             return 0
         part = -(-elements // self.share.run.dp)
         return self.width * part + max(FP64 * min(part, NORMED), FP32 * part * (self.width == HALF))
 
     def _flat_update(self) -> list[Moment]:
-        """fp16/fused_optimizer.py: each gradient is cast, and all casts are flattened."""
+        """Return the update of fp16/fused_optimizer.py, which casts each gradient to fp32 and flattens all casts."""
         return [self._moment("optimizer", "the update", gradients=HALF * self.parameters, logits=self.loss.after,
                              other=2 * FP32 * self.parameters)]  # fmt: skip
 
     def _update(self) -> list[Moment]:
-        """zero/stage_1_and_2.py and zero/stage3.py, step: the norm is of each gradient in double precision; what this
-        rank updates is flattened, and cast."""
+        """Return the update of zero/stage_1_and_2.py and zero/stage3.py (step). The norm of each gradient is computed
+        in fp64. Then the gradients that this rank updates are flattened and cast."""
         moment = partial(self._moment, "optimizer", gradients=self.resident["gradients"] + self.held,
                          logits=self.loss.after)  # fmt: skip
         if self.flat_sums:
@@ -241,8 +249,8 @@ class DeepSpeedMemory(StepMemory):
 
 @lru_cache(maxsize=1024)
 def tensors(spec: ModelSpec) -> list[int]:
-    """Return the elements of each parameter of transformers' model, in the order of its parameters(); change nothing in
-    it."""
+    """Return the number of elements of each parameter of transformers' model, in the order of its parameters(). The
+    list is cached, so callers must not change it."""
     by = spec.parameters_by_component
     block = [linear.inputs * linear.outputs for linear in spec.block_linears]
     small = sum(by[part] for part in ("attention", "mlp", "norms")) - spec.layers * sum(block)
@@ -252,7 +260,8 @@ def tensors(spec: ModelSpec) -> list[int]:
 
 
 def _as_if_kept(share: Share) -> Share:
-    """Return the share without offloading, for what that does not change here: gradients pile up as without it."""
+    """Return the share without offloading, for everything that offloading does not change: gradients accumulate as
+    without it."""
     run = share.run
     if not run.offload:
         return share
@@ -260,9 +269,13 @@ def _as_if_kept(share: Share) -> Share:
 
 
 class Reduction(NamedTuple):
-    """A reduction of gradients: after how many of them in backward; its elements, those of its largest, those that are
-    copied for it, those of the gradient that waits for the bucket, and of one that is too large for it; whether a
-    gradient of this rank's was reduced before it, and whether one is among them."""
+    """A reduction of the gradients in a bucket.
+
+    `tensors`: how many gradients the backward pass has computed before it. `elements`: how many are reduced. `largest`:
+    those of the largest gradient. `copied`: how many are copied for the reduction. `next`: elements of the gradient
+    that waits for the bucket. `alone`: elements of a gradient that is larger than the bucket. `owned`: whether a
+    gradient of rank 0 has been reduced before. `own`: whether this reduction contains one.
+    """
 
     tensors: int
     elements: int
@@ -275,12 +288,15 @@ class Reduction(NamedTuple):
 
 
 def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
-    """Return the reductions of gradients in backward's order, of tensors of these sizes in the model's order
-    (reduce_independent_p_g_buckets_and_remove_grads of zero/stage_1_and_2.py and zero/stage3.py). At stage 2, of which
-    `part` are a rank's elements, only what belongs to several ranks is copied (average_tensor); at stage 3, where
-    `part` is 0, what is of several tensors (reduce_scatter_coalesced)."""
+    """Return the reductions of gradients in the order of the backward pass, for tensors of `sizes` elements in the
+    order of the model (reduce_independent_p_g_buckets_and_remove_grads of zero/stage_1_and_2.py and zero/stage3.py).
+
+    At stage 2, where a rank updates `part` elements, only a bucket that belongs to several ranks is copied
+    (average_tensor). At stage 3, where `part` is 0, only a bucket with several tensors is copied
+    (reduce_scatter_coalesced).
+    """
     result: list[Reduction] = []
-    inside: list[tuple[int, int]] = []  # begin and end in the flat buffer of what is in the bucket
+    inside: list[tuple[int, int]] = []  # of tensors in the bucket: begin and end in the flat buffer
     elements, owned = 0, False
     ends = list(accumulate(sizes))
     backward = list(zip(reversed(sizes), reversed(ends), strict=True))

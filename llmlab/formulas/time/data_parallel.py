@@ -1,15 +1,21 @@
-"""Seconds of data-parallel communication in a training step: how much there is, and how much computation hides of it.
+"""Seconds of data-parallel communication in a training step: the total, and the part that computation does not hide.
 
-DDP reduces gradients in buckets while backward runs; ZeRO 1 and 2 scatter them and gather updated parameters; ZeRO 3
-gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7).
-Nothing hides stage 1's gather, which ends the update (DeepSpeed, runtime/zero/stage_1_and_2.py, step), but with
-Megatron-LM's overlap_param_gather, which NeMo's recipes set. FSDP2's stage 2 gathers in the next forward.
-PyTorch's stage 1 sums as DDP does, and sends each tensor from the rank that updated it: one broadcast after the other,
-each of which goes round all ranks (torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params).
-HSDP does so among the ranks that share a copy, and sums each shard's gradients over the copies by an all-reduce, on a
-stream of its own (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
-In a pipeline gradients are scattered once, after the last micro-batch (torch/distributed/pipelining/stage.py), and with
-sync_each_batch=False behind its backward; weights are gathered for every micro-batch all the same.
+DDP all-reduces gradients in buckets while the backward pass runs. ZeRO 1 and 2 reduce-scatter gradients and all-gather
+updated parameters. ZeRO 3 gathers each unit's parameters before they are needed, twice, and reduce-scatters its
+gradients (arXiv 1910.02054, section 7).
+
+Stage 1 gathers at the end of the update, so nothing hides this communication (DeepSpeed, runtime/zero/stage_1_and_2.py,
+step), except with Megatron-LM's overlap_param_gather, which NeMo's recipes set. FSDP2's stage 2 gathers in the next
+forward pass. PyTorch's stage 1 all-reduces gradients as DDP does. Then it broadcasts each tensor from the rank that
+updated it, one tensor after the other, and each broadcast passes through all ranks
+(torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params).
+
+HSDP runs ZeRO among the ranks that share a copy, and sums the gradients of each shard over the copies by an all-reduce
+on its own stream (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
+
+In a pipeline, gradients are reduced once, after the last micro-batch (torch/distributed/pipelining/stage.py); without
+one and with sync_each_batch=False, also once, but during the last backward pass. ZeRO 3 nevertheless gathers weights
+for every micro-batch.
 """
 
 from __future__ import annotations
@@ -36,12 +42,15 @@ MESSAGES = {"deepspeed": deepspeed.messages}
 
 
 class Communicated(NamedTuple):
-    """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; the `bytes` of
-    the tensors that are sent (an all-reduce's twice); for each layer the seconds of a gather of its weights, and of
-    summing its gradients, once; and the seconds of FSDP2's copies between parameters and its buffers, which run among
-    the computation's kernels and are in neither of the first two. `maybe_exposed`: seconds that are exposed too where
-    an engine that is not named sends its updated tensors one by one, as PyTorch's and InternEvo do. `contended`:
-    seconds of the hidden part in which it takes memory and multiprocessors from computation."""
+    """Seconds of a step's data-parallel communication.
+
+    `exposed`: not hidden by computation. `sent`: all of it. `bytes`: of the tensors that are sent, twice for an
+    all-reduce. `gather`, `reduce`: for one layer, once, gathering its weights and summing its gradients. `copied`:
+    FSDP2's copies between parameters and its buffers, which run among the kernels of the computation and are part of
+    neither `exposed` nor `sent`. `maybe_exposed`: exposed too if an unnamed engine sends its updated tensors one by
+    one, as PyTorch and InternEvo do. `contended`: the part of the hidden communication that takes GPU memory bandwidth
+    and multiprocessors from the computation.
+    """
 
     exposed: float
     sent: float
@@ -53,7 +62,8 @@ class Communicated(NamedTuple):
     contended: float = 0.0
 
     def contending(self, group: Group) -> Communicated:
-        """Return this with what is `contended`: as long as the bytes take inside a node, however slow the network."""
+        """Return this with `contended`: the hidden seconds, but at most as many as the bytes would need inside a node,
+        however slow the network is."""
         if not self.sent:
             return self
         inside = self.bytes * (group.ranks - 1) / group.ranks / group.inside.reached
@@ -61,11 +71,12 @@ class Communicated(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """The bytes of a stage, on any links: of its weights, which are gathered `narrower` bytes fewer, of gradients, and
-    of these in the dtype in which they are `reduced`.
+    """The bytes of a stage, independent of links: of its weights, of which `narrower` bytes less are gathered; of its
+    gradients; and of these in the dtype in which they are `reduced`.
 
-    `in_blocks` is the share of the bytes that is in the `layers` blocks. A block is gathered in so many messages, and
-    its gradients scattered; of its weights `again` are gathered a third time, for backward.
+    `in_blocks` is the fraction of the bytes in the `layers` blocks. A block is gathered in `gathers` messages, and its
+    gradients are reduce-scattered in `scatters` messages. The fraction `again` of its weights is gathered a third time,
+    for the backward pass.
     """
 
     weights: int
@@ -80,9 +91,10 @@ class _Sizes(NamedTuple):
 
 
 class _Replica(NamedTuple):
-    """What the ranks of `group` have alike: a stage of the model, its sizes, and the seconds of a micro-batch's passes.
+    """The common part of the ranks of `group`: a stage of the model, its sizes, and the seconds of a micro-batch's
+    passes.
 
-    `copies` are the ranks with the same shard, `everyone` both.
+    `copies` are the ranks with the same shard, and `everyone` the ranks of both groups.
     """
 
     kernels: Kernels
@@ -94,14 +106,15 @@ class _Replica(NamedTuple):
     sizes: _Sizes
 
     def seconds(self, collective: str, size: int, less: int = 0, messages: int = 1) -> tuple[float, float]:
-        """Return the seconds of `collective` for a block's part of `size` bytes, of which blocks have `less` fewer, in
-        so many messages, and for the part outside of blocks."""
+        """Return the seconds of `collective` for a block and for the part outside the blocks, if both together have
+        `size` bytes, and all blocks together `less` bytes less. A block is sent in `messages` messages."""
         parts = (self.sizes.in_blocks * size - less) / self.sizes.layers / messages, (1 - self.sizes.in_blocks) * size
         block, outside = [self.kernels.collective(collective, part, self.group) for part in parts]
         return messages * block, outside
 
     def summed(self) -> tuple[float, float]:
-        """Return the seconds in which copies sum the gradients of a shard: of a block's, and of the part outside."""
+        """Return the seconds in which copies sum the gradients of a shard: those of a block, and of the part outside
+        the blocks."""
         if self.copies.ranks == 1:
             return 0.0, 0.0
         parts = self.sizes.in_blocks / self.sizes.layers, 1 - self.sizes.in_blocks
@@ -110,15 +123,15 @@ class _Replica(NamedTuple):
         return block, outside
 
     def busy(self, inside: float, across: float) -> float:
-        """Return the seconds that links are busy with what shards and copies send: at once, where copies alone are on
-        other nodes."""
+        """Return the seconds that links are busy with the messages of shards (`inside`) and of copies (`across`). The
+        two run concurrently if only copies are on different nodes."""
         two_levels = self.copies.across is not None and self.group.across is None
         return max(inside, across) if two_levels else inside + across
 
 
 def _groups(run: Training, cluster: Cluster) -> tuple[Group, Group, Group]:
-    """Return the ranks that share one copy of the parameters, or of the states (without ZeRO those that hold them), the
-    ranks that have the same share, and both."""
+    """Return three groups: the ranks that share one copy of the parameters or of the states (without ZeRO, the ranks
+    that have such a copy), the ranks with the same share of it, and all of these ranks."""
     group = cluster.group(run.dp_shard * run.cp, run.tp)
     copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
     return group, copies, cluster.group(run.dp * run.cp, run.tp) if copies.ranks > 1 else group
@@ -134,9 +147,11 @@ def data_parallel(
     overlap: tuple[str, ...],
     bucket: int,
 ) -> Communicated:
-    """Return the seconds of a step's gradients and parameters, over the ranks that have the same part of the model.
+    """Return the seconds of communicating a step's gradients and parameters among ranks with the same part of the
+    model.
 
-    `compute`: s of a micro-batch, of which `forward` is forward's share."""
+    `compute`: seconds of a micro-batch. `forward`: the fraction of these in the forward pass.
+    """
     group, copies, everyone = _groups(run, cluster)
     if group.ranks == 1:
         return Communicated(0.0, 0.0)
@@ -149,7 +164,7 @@ def data_parallel(
     if run.zero != 1 or stack_of(run).own_program or run.pp > 1:
         return flat.contending(group)
     dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, buckets)
-    # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
+    # PyTorch's optimizer has no master copy, as in `states`. A run with a master copy uses an unnamed engine.
     whole_tensors = not PRECISION[run.precision].master and not run.lora
     sent = dealt if whole_tensors else flat._replace(maybe_exposed=max(0.0, dealt.exposed - flat.exposed))
     return sent.contending(group)
@@ -159,8 +174,8 @@ def data_parallel(
 def _sizes(spec: ModelSpec, run: Training) -> _Sizes:
     of_stages = layers_of(spec, run)
     stage, counts = _largest_stage(spec, of_stages, run.tp, run.ep)
-    # Ranks send one another what each has from its host, and gradients before each sends its own there (ZeRO-Offload,
-    # arXiv 2101.06840, section 4.2; FSDP's CPUOffload).
+    # With offloading, ranks exchange weights after copying them from their hosts, and gradients before copying them to
+    # their hosts (ZeRO-Offload, arXiv 2101.06840, section 4.2; FSDP's CPUOffload).
     whole = states(spec, replace(run, offload=None) if run.offload else run, stage, sharded=False)
     layers = of_stages[stage]
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
@@ -175,9 +190,10 @@ def _sizes(spec: ModelSpec, run: Training) -> _Sizes:
 
 @lru_cache(maxsize=256)
 def ddp_buckets(spec: ModelSpec, run: Training, full: int) -> int:
-    """Return in how many buckets DDP sums the gradients of the largest stage, taken as backward makes them: one is full
-    with the matrix that brings it to `full` bytes, however large that is (torch/csrc/distributed/c10d/reducer.cpp,
-    compute_bucket_assignment_by_size). Vectors lie in the buckets of matrices."""
+    """Return the number of buckets in which DDP sums the gradients of the largest stage, in the order in which the
+    backward pass computes them. A bucket is complete with the matrix that brings it to `full` bytes, however large this
+    matrix is (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size). Vectors are in the buckets
+    of matrices."""
     sizes, width = _sizes(spec, run), adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
     if run.lora:
         matrices = [(run.lora.rank * features, linear.count)
@@ -202,20 +218,20 @@ def ddp_buckets(spec: ModelSpec, run: Training, full: int) -> int:
 
 @lru_cache(maxsize=256)
 def tensors(spec: ModelSpec, run: Training) -> int:
-    """Return how many tensors are trained: matrices and biases, norms, embeddings, experts' matrices; or adapters."""
+    """Return the number of trained tensors: matrices and biases, norms, embeddings, experts' matrices; or adapters."""
     if run.lora:
         return 2 * sum(linear.count for linear in adapted(spec, run))
     norms = (2 if spec.norm == "layernorm" else 1) * (spec.layers * spec.norms_per_layer + 1)
     norms += 2 * spec.layers if spec.qk_norm else 0
-    embeddings = (0 if spec.tied else 1) + (1 if spec.learned_positions else 0)  # tied, it is the head
-    experts = 3 * spec.moe_layers if spec.experts else 0  # two of all experts, and the router
+    embeddings = (0 if spec.tied else 1) + (1 if spec.learned_positions else 0)  # a tied one is the head
+    experts = 3 * spec.moe_layers if spec.experts else 0  # two tensors for all experts, and the router
     return sum(linear.count * (1 + linear.bias) for linear in spec.linears) + norms + embeddings + experts
 
 
 @lru_cache(maxsize=1024)
 def _largest_stage(spec: ModelSpec, layers: tuple[int, ...], tp: int, ep: int) -> tuple[int, dict[str, int]]:
-    """Return the pipeline stage with the most parameters on a rank, and these: the first, the last or, of those
-    between, one with most layers."""
+    """Return the pipeline stage with the most parameters on a rank, and its parameters by component. Candidates are the
+    first stage, the last one, and one in between with the most layers."""
     pp = len(layers)
     between = max(range(1, pp - 1), key=lambda stage: layers[stage], default=0)
     counts = {stage: device_parameters(spec, layers, stage, tp, ep) for stage in sorted({0, between, pp - 1})}
@@ -226,8 +242,8 @@ def _largest_stage(spec: ModelSpec, layers: tuple[int, ...], tp: int, ep: int) -
 def _dealt_out(
     replica: _Replica, run: Training, updated: int, tensors: int, hidden: bool, buckets: int
 ) -> Communicated:
-    """Return the seconds of gradients that all ranks sum, and of `updated` bytes in so many broadcasts, which nothing
-    hides: they follow the update."""
+    """Return the communication if all ranks sum the gradients and then send `updated` bytes in `tensors` broadcasts.
+    These follow the update, so nothing hides them."""
     reduced = _reduced(replica, run, hidden, buckets)
     sent = tensors * replica.kernels.collective("broadcast", updated / tensors, replica.group)
     return reduced._replace(exposed=reduced.exposed + sent, sent=reduced.sent + sent, bytes=reduced.bytes + updated)
@@ -236,12 +252,12 @@ def _dealt_out(
 def _communicated(
     run: Training, replica: _Replica, updated: int, hide_forward: bool, hide_backward: bool, buckets: int
 ) -> Communicated:
-    """Return what the replicas send: gradients, and with ZeRO the parameters."""
+    """Return the communication of the replicas: gradients, and with ZeRO also parameters."""
     sizes = replica.sizes
     if run.zero == 3:
         return _sharded(replica, run, hide_forward, hide_backward)
     if run.zero == 1 and stack_of(run).sums_in_fp32:
-        # nanotron sums its buffer at once, when backward is over (optim/gradient_accumulator.py).
+        # nanotron sums its whole buffer in one call after the backward pass (optim/gradient_accumulator.py).
         reduced = _reduced(replica, run, hide_backward, 1)
     else:
         reduced = _reduced(replica, run, hide_backward, None if run.zero else buckets)
@@ -249,7 +265,7 @@ def _communicated(
         return reduced
     block, outside = replica.seconds("all-gather", updated, sizes.narrower)
     sent = outside + sizes.layers * block
-    # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
+    # The forward pass's first unit waits for its own parameters. Those of the others arrive during earlier computation.
     hidden = outside + max(0.0, sizes.layers * block - replica.forward)
     behind = stack_of(run).overlap_param_gather or uses_fsdp(run)
     exposed = reduced.exposed + (hidden if hide_forward and behind else sent)
@@ -257,10 +273,12 @@ def _communicated(
 
 
 def buckets_finished(messages: int, cost: float, backward: float, share: float) -> float:
-    """Return when the last of `messages` buckets is through that take `cost` seconds each, on one link.
+    """Return the time at which the last of `messages` buckets has been sent over one link, if each takes `cost`
+    seconds.
 
-    One after the other is ready until `share` of all gradients are, those of the blocks, at `backward` seconds; the
-    rest are ready then. So the last follows without a gap the first, or one of the two where that changes.
+    The buckets of the blocks' gradients, `share` of all, become ready one after the other until `backward` seconds. The
+    rest are ready at that time. From some bucket on, the link is busy without a gap: from the first bucket, or from one
+    of the two around the end of the blocks.
     """
     over = min(messages, ceil(messages * share))
     first = (0, max(0, over - 2), over - 1)
@@ -268,8 +286,8 @@ def buckets_finished(messages: int, cost: float, backward: float, share: float) 
 
 
 def _reduced(replica: _Replica, run: Training, hidden: bool, buckets: int | None) -> Communicated:
-    """Return the seconds in which gradients are summed: in so many buckets, as DDP does, or, scattered (None), what a
-    block has at once, as FSDP does; DeepSpeed's buckets are larger still."""
+    """Return the communication that sums gradients: in `buckets` all-reduces, as in DDP, or (None) with one
+    reduce-scatter per block, as in FSDP. DeepSpeed's buckets are larger than a block."""
     sizes, layers, backward = replica.sizes, replica.sizes.layers, replica.backward
     if buckets is None:
         scattered, summed = replica.seconds("reduce-scatter", sizes.reduced), replica.summed()
@@ -286,18 +304,21 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, buckets: int | None
 
 
 def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward: bool) -> Communicated:
-    """Return ZeRO-3's seconds: each unit is gathered before forward and again before backward, behind the unit before
-    it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
-    backward.
+    """Return the communication of ZeRO 3: each unit is gathered before its forward pass and again before its backward
+    pass, while the previous unit computes. Its gradient is sent during the next unit's backward pass. Parameters
+    outside the blocks stay gathered from the forward to the backward pass.
 
-    FSDP2 copies what was gathered out of its buffer, and gradients into that of the reduce-scatter, on the stream that
-    computes (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out, foreach_reduce).
+    FSDP2 copies gathered weights out of its buffer, and gradients into the buffer of the reduce-scatter, on the stream
+    that computes (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out,
+    foreach_reduce).
 
-    In a pipeline torch frees nothing after a backward but the last, so that a forward after it finds all blocks whole,
-    and frees them: m micro-batches of 1F1B gather a block m + 1 times (tests/formulas/test_fsdp_pipeline.py)."""
+    In a pipeline, torch frees weights only after the last backward pass. A forward pass that follows a backward pass
+    finds all blocks gathered, and frees them. So m micro-batches of 1F1B gather a block m + 1 times
+    (tests/formulas/test_fsdp_pipeline.py).
+    """
     sizes, layers = replica.sizes, replica.sizes.layers
     whole = _reductions(run)  # micro-batches with both gathers and a reduce-scatter
-    gathers_only = run.accumulation - whole  # with one of them; without a pipeline with both
+    gathers_only = run.accumulation - whole  # in a pipeline with one gather, else with both
     again = 0 if run.pp > 1 else gathers_only
     gather, outside_gather = replica.seconds("all-gather", sizes.weights, sizes.narrower, sizes.gathers)
     scatter, outside_scatter = replica.seconds("reduce-scatter", sizes.reduced, messages=sizes.scatters)
@@ -326,11 +347,11 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
 
 
 def _reductions(run: Training) -> int:
-    """Return how often ZeRO 2 and 3 scatter all gradients in a step: they cannot wait for the last micro-batch, unless
-    they are whole until then."""
+    """Return how often ZeRO 2 and 3 reduce-scatter all gradients in a step: once per micro-batch, unless ranks keep
+    whole gradients until the last one."""
     return run.accumulation if run.pp == 1 and run.sync_each_batch else 1
 
 
 def _copied(replica: _Replica) -> float:
-    """Return the share of the gradients that copies sum: one shard, where there are copies."""
+    """Return the fraction of the gradients that copies sum: one shard, if there are copies."""
     return 1 / replica.group.ranks if replica.copies.ranks > 1 else 0.0

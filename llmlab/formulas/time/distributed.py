@@ -2,20 +2,21 @@
 
     step = micro-batches × the slowest stage  +  the other stages once (filling, emptying)  +  gradients  +  update
 
-What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_len, h hidden, P its parameters):
+Communication of each kind of parallelism in a step, on one GPU (b micro_batch, s seq_len, h hidden, P its parameters):
 
-    tensor      per layer: 2 all-reduces of bsh forward, 2 backward, 2 to recompute (arXiv 1909.08053, section 3); with
-                sequence parallelism an all-gather and a reduce-scatter instead of each, and 2 more all-gathers backward
-                where a pair's input was not kept whole (selective checkpointing; Megatron-LM: arXiv 2205.05198, 4.2.2)
-    pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
+    tensor      per layer: 2 all-reduces of bsh forward, 2 backward, 2 in recomputation (arXiv 1909.08053, section 3);
+                with sequence parallelism an all-gather and a reduce-scatter instead of each, and 2 more all-gathers
+                backward if a pair's gathered input was not saved (selective checkpointing; Megatron-LM: arXiv
+                2205.05198, 4.2.2)
+    pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided among the tensor-parallel ranks
     context     per layer: keys and values once round the ring forward, they and their gradients backward, while a rank
-                attends to those that came before; then it puts together what came of them
+                computes attention with those that came before; then it merges the partial results
     experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
     data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3, and PyTorch's ZeRO 1: 3P (arXiv 1910.02054, section
                 7; data_parallel.py); with copies of the shards, 2P / shards more
-    logits      per micro-batch, on the last stage: whole ones where the loss is not vocabulary-parallel
+    logits      per micro-batch, on the last stage: all of them, if the loss is not vocabulary-parallel
 
-The vocabulary-parallel loss and embedding send a little too, which is left out.
+The vocabulary-parallel loss and embedding also communicate a little, which is not counted.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ from .data_parallel import data_parallel
 from .flops import Flops, flops
 from .kernels import Kernels, kernels, training_rates
 
-BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are all-reduced
+BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, for all-reduces of gradients
 OVERLAPS = ("data", "gradients", "tensor")
-# Bytes that a rank moves to put together what ring attention gave it step by step, forward and backward, per element of
-# its queries and of its keys: for the first step after that of its own keys, and for each more. Torch merges in fp32
-# (distributed/tensor/experimental/_context_parallel/_attention.py), some of it at once where blocks are compiled: the
-# simulator's log of torchtitan's first rank, which has the least (tests/simulation/test_ring_attention.py). Transformer
-# Engine adds in bf16 (pytorch/attention.py of 1.6, AttnFuncWithCP: flash_attn_fwd_out_correction, dq.add_, dkv.add_).
+# Bytes that a rank moves to merge the partial results of ring attention, forward and backward, per element of its
+# queries and of its keys: for the first step after that with its own keys, and for each further step. Torch merges in
+# fp32 (distributed/tensor/experimental/_context_parallel/_attention.py), and compiled blocks fuse some of it. The
+# numbers come from the simulator's log of torchtitan's first rank, which has the least to merge
+# (tests/simulation/test_ring_attention.py). Transformer Engine adds in bf16 (pytorch/attention.py of 1.6,
+# AttnFuncWithCP: flash_attn_fwd_out_correction, dq.add_, dkv.add_).
 RING = {
     "eager": (((44, 16), (27, 8)), ((46, 136), (13, 44))),
     "compiled": (((11, 12), (9, 0)), ((15, 20), (8, 28))),
@@ -57,13 +59,13 @@ RING = {
 
 
 class Step(NamedTuple):
-    """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
+    """Seconds of a step by the activity of the slowest GPU. Communication counts only if computation does not hide it.
 
-    `launches` is what the card waits for its host, to start kernels. `data_sent` is all that data
-    parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that, what
-    the hidden part costs and what FSDP2 copies. `scale` is what many nodes lose to the slowest of them. `layer` has the
-    seconds of one layer in a micro-batch: what is computed forward and backward, what is gathered and reduced for it,
-    and sent within it. `data_maybe_exposed`: what an engine that is not named may expose besides.
+    `launches`: the GPU waits for its host to launch kernels. `data_sent`: all data-parallel communication, hidden or
+    not. `data_exposed`: the part that computation does not hide. `data`: `data_exposed`, the cost of the hidden part,
+    and FSDP2's copies. `scale`: the time that many nodes lose to the slowest of them. `layer`: the seconds of one layer
+    in a micro-batch: its forward and backward computation, gathering its parameters, reducing its gradients, and the
+    communication within it. `data_maybe_exposed`: additional seconds that an unnamed engine may expose.
     """
 
     products: float
@@ -95,7 +97,7 @@ class Step(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Seconds of some layers' passes on the card, by kind, and of the host that starts their kernels."""
+    """Seconds of the passes of some layers on the GPU, by kind, and on the host that launches their kernels."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -115,8 +117,8 @@ NOTHING = _Layer()
 
 
 class Computation(NamedTuple):
-    """What a step on many GPUs computes, whichever links join them: passes, a layer of the mean stage and the head with
-    the loss (all micro-batches), FLOP, and the seconds of the update."""
+    """The computation of a step on many GPUs, which does not depend on the links between them: the passes, a layer of
+    the average stage and the head with the loss (for all micro-batches), FLOP, and the seconds of the update."""
 
     passes: time.Passes | None
     block: _Layer
@@ -126,7 +128,7 @@ class Computation(NamedTuple):
 
 
 def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced | None = None) -> Computation:
-    """Return what a rank computes in a step; no passes for a dtype that `card` has no units for."""
+    """Return the computation of a rank in a step; `passes` is None if `card` has no units for the dtype."""
     counted = flops(spec, run, card)
     passes = traced.passes if traced else time.passes(spec, run, card)
     if passes is None:
@@ -135,13 +137,13 @@ def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced |
     head = passes.products.get("head", 0.0)
     # The last stage has all of the head and the loss.
     products, loss = head * run.pp, passes.loss
-    if traced:  # what was traced has the host's time of all, head and loss among it
+    if traced:  # traced passes include the host's time for everything, also for the head and the loss
         started = own = products + loss
     else:
         started, own = [time.loss_waits(run, own_products, loss) for own_products in (head, products)]
     blocks = sum([seconds for part, seconds in passes.products.items() if part != "head"])
     share = run.pp / spec.layers
-    # A layer of the mean stage: what products, traffic and the host's time are counted for.
+    # Matmuls, traffic and the host's time are counted for a layer of the average stage.
     times = blocks, passes.attention, passes.elementwise, passes.host - started
     block = _Layer(*[share * seconds for seconds in times])
     return Computation(passes, block, _Layer(products, 0.0, loss, own), counted, update)
@@ -157,20 +159,23 @@ def step(
     traced: time.Traced | None = None,
     known: Computation | None = None,
 ) -> Step:
-    """Return how long one optimizer step of `run` takes on `cluster`, and each part of it.
+    """Return the time of one optimizer step of `run` on `cluster`, and of each part of it.
 
-    Ranks are laid out tensor, context, data, pipeline parallel, neighbours first (see mesh.py); expert-parallel
-    ranks are data-parallel ones. `overlap` names what hides behind
-    computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
-    "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
-    communication behind backward's products, as Megatron-LM does; None is what the run's stack hides: "data", and of
-    Megatron-LM "tensor" too; of both it and DeepSpeed what their options say. `traced`: a simulated rank's
-    own passes, which have FSDP2's copies and those of DDP's buckets, and its update; `known`: what `computation`
-    returned of the same run, for steps on several clusters. Raises SpecError for settings that contradict each other,
-    NotAvailable for a dtype that the card has no units for, and where no link is known.
+    Ranks are laid out tensor, context, data, pipeline parallel, neighbours first (see mesh.py); expert-parallel ranks
+    are data-parallel ones.
+
+    `overlap` names the communication that computation hides. "data": gradients during the backward pass, and ZeRO-3's
+    parameters during the previous unit, as in DDP and FSDP. "gradients": the same, but only in the backward pass, so
+    the forward pass waits for each unit's parameters. "tensor": tensor-parallel communication of the backward pass
+    during its matmuls, as in Megatron-LM. None: whatever the run's stack hides, which is "data", for Megatron-LM also
+    "tensor", and for both Megatron-LM and DeepSpeed depends on their options.
+
+    `traced`: the passes of a simulated rank, which include the copies of FSDP2 and of DDP's buckets, and its update.
+    `known`: the result of `computation` for the same run, for steps on several clusters. Raises SpecError for settings
+    that contradict each other, and NotAvailable if the GPU has no units for the dtype, or if no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
-    if known is None:  # else it was checked for that
+    if known is None:  # otherwise the run has been checked before
         check(spec, run, gpu)
     if overlap is None:
         overlap = stack_of(run).overlap(run)
@@ -187,17 +192,17 @@ def step(
     m = run.accumulation
     tensor = _tensor(spec, run, cluster, gpu_kernels, "tensor" in overlap)
     if stack_of(run).tp_comm_overlap:
-        tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
+        tensor /= run.tp  # sent in tp pieces, each during the matmul of another: only the first is exposed
     context = _context(spec, run, cluster, gpu_kernels, block.attention / m)
-    if not traced:  # whose passes have it
+    if not traced:  # traced passes include this
         context += _merged(spec, run, gpu_kernels)
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, gpu_kernels) if run.ep > 1 else 0.0
     gathered = _logits(spec, run, cluster, gpu_kernels)
     pipeline = _sends(spec, run, cluster, gpu_kernels)
     layers, within = layers_of(spec, run), tensor + context + experts
     if within and not stack_of(run).cuda_launch_blocking:
-        block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
-    # Stages with as many layers take as long, but for the last one, which has the head too.
+        block = block._replace(host=block.host - m * within)  # the host continues while ranks send
+    # Stages with equally many layers need the same time, except the last one, which also has the head.
     alike = {n: _stage(n, block, NOTHING, m) for n in set(layers[:-1])}
     last = _stage(layers[-1], block, known.head, m)
     times = {n: stage.seconds + n * within for n, stage in alike.items()}
@@ -215,7 +220,7 @@ def step(
     bubble = (sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages
     seconds = m * stages[slowest] + passed + bubble + sent + known.update
     if (nodes := -(-run.world_size // cluster.gpus)) > 1:
-        # All ranks wait for the slowest once per step, and with sharded parameters in each layer too.
+        # All ranks wait for the slowest one once per step, and with sharded parameters also in each layer.
         per_doubling = scale["seconds_per_doubling"]
         per_doubling += scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0
         lost = per_doubling * log2(nodes)
@@ -242,7 +247,8 @@ def step(
 
 
 def _stage(layers: int, block: _Layer, head: _Layer, micro_batches: int) -> _Layer:
-    """Return a micro-batch of a pipeline stage of so many layers and, on the last one, the head and the loss."""
+    """Return the seconds of a micro-batch in a pipeline stage with `layers` layers and, on the last stage, with
+    `head`."""
     share = 1 / micro_batches
     return _Layer(
         share * (layers * block.products + head.products),
@@ -258,12 +264,13 @@ def _stream_bytes(spec: ModelSpec, run: Training) -> float:
 
 
 def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels, hidden: bool) -> float:
-    """Return the seconds per layer and micro-batch that products do not hide.
+    """Return the exposed seconds of tensor-parallel communication per layer and micro-batch.
 
-    Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient behind the
-    product of its weight's, or, with sequence parallelism, the all-gather of its input behind the product of its
-    gradient and the reduce-scatter of that behind the weight's. Torch keeps what it
-    gathered, as the memory's formula counts it (`per_device`), unless checkpointing is to make it again.
+    With `hidden`, the backward pass hides communication of column-parallel layers, as in Megatron-LM: the all-reduce of
+    the input's gradient runs during the matmul for the weight's gradient. With sequence parallelism, the all-gather of
+    the input runs during the matmul for the input's gradient, and the reduce-scatter of that gradient during the matmul
+    for the weight's. Torch saves the gathered input, as the memory formulas do (`per_device`), unless checkpointing
+    recomputes it.
     """
     if run.tp == 1:
         return 0.0
@@ -275,14 +282,14 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kerne
         return (2 + (0 if hidden else 2) + again) * once + sum(_left(once, backward.weight) for backward in behind)
     regathers = 2 if run.checkpointing == "selective" and not again and not hidden else 0
     gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
-    # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
+    # torchao gathers fp8 with one scale per tensor (float8_tensor_parallel.py), Transformer Engine with all recipes.
     cast = stack_of(run).fp8_recipe or run.fp8 == "tensorwise"
     gathered = size / 2 if cast else size
     waited = group.nodes * group.across.waited if group.across else 0.0
     gather = gpu_kernels.collective("all-gather", gathered, group) + waited
     scatter = gpu_kernels.collective("reduce-scatter", size, group) + waited
     if run.zero == 3:
-        # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
+        # FSDP2 with DTensor: a gather or a reduce-scatter along dimension 1 is copied to or from dimension 0
         # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
         gather, scatter = gather + 2 * gathered / gpu_kernels.bandwidth, scatter + 2 * size / gpu_kernels.bandwidth
     left = sum(_left(gather, backward.input) + _left(scatter, backward.weight) for backward in behind)
@@ -290,17 +297,17 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kerne
 
 
 def _left(sent: float, product: float, inside: float | None = None) -> float:
-    """Return what a step loses of `sent` seconds of communication behind a product of so many seconds: what is left
-    when the product is over, and of the rest what any hidden communication costs, as long as its bytes take `inside`
-    a node."""
+    """Return the seconds that `sent` seconds of communication add to a step if a matmul of `product` seconds runs
+    concurrently. They are the rest after the matmul, and the usual cost of hidden communication. This cost counts for
+    at most `inside` seconds, the time in which the bytes cross the links of a node."""
     behind = min(sent, product)
     contended = behind if inside is None else min(behind, inside)
     return sent - behind + float(training_rates()["scale"]["contention"]) * contended
 
 
 def _logits(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels) -> float:
-    """Return the seconds in which ranks gather a micro-batch's logits and put them in the order of words; backward
-    takes a part of their gradient, and sends nothing."""
+    """Return the seconds in which ranks gather a micro-batch's logits and reorder them by token of the vocabulary. The
+    backward pass takes a slice of their gradient and sends nothing."""
     if run.loss_parallel:
         return 0.0
     size = run.tokens / run.cp * spec.vocab * bytes_of(run).compute
@@ -308,9 +315,10 @@ def _logits(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kerne
 
 
 def _context(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels, attention: float) -> float:
-    """Return the seconds per layer and micro-batch that keys and values take round the ring and `attention` does not
-    hide: while a rank attends to some, the next are on their way (Transformer Engine, attention.py, AttnFuncWithCP;
-    torch, distributed/tensor/experimental/_context_parallel, which gathers them at once)."""
+    """Return the seconds per layer and micro-batch in which keys and values travel round the ring and which `attention`
+    does not hide. While a rank computes attention with some, the next ones are on their way (Transformer Engine,
+    attention.py, AttnFuncWithCP; torch, distributed/tensor/experimental/_context_parallel, which gathers all of them
+    together)."""
     if run.cp == 1:
         return 0.0
     width = 2 * spec.key_width / run.tp * bytes_of(run).compute  # keys and values of a token
@@ -323,7 +331,7 @@ def _context(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kern
 
 
 def _merged(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
-    """Return the seconds per layer and micro-batch in which ranks put together what attention gave step by step."""
+    """Return the seconds per layer and micro-batch in which ranks merge the partial results of ring attention."""
     if run.cp == 1:
         return 0.0
     own = stack_of(run).name
@@ -338,7 +346,7 @@ def _merged(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
 
 
 def _experts(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels) -> float:
-    """Return the seconds per layer with experts and micro-batch that tokens take to their experts and back."""
+    """Return the seconds per micro-batch and layer with experts in which tokens are sent to their experts and back."""
     group = cluster.group(run.ep, run.tp * run.cp)
     passes = 4 + 2 * whole_again(spec, run)
     sent = spec.experts_per_token * _stream_bytes(spec, run) / run.tp
@@ -346,8 +354,8 @@ def _experts(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kern
 
 
 def _sends(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels) -> float:
-    """Return the seconds that a stage sends per micro-batch: each tensor-parallel rank its part, gathered where it
-    arrives (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
+    """Return the seconds per micro-batch in which a stage sends: each tensor-parallel rank sends its part, and the
+    receiving ranks gather the parts (arXiv 2104.04473, section 4.1), unless sequence parallelism needs only parts."""
     if run.pp == 1:
         return 0.0
     group = cluster.group(run.pp, run.tp * run.cp * run.dp)

@@ -1,7 +1,7 @@
-"""Bytes that a training step moves outside of its products and its update: norms, activations, rotations, the loss.
+"""Bytes that a training step moves outside its matmuls and its update: norms, activations, rotations, the loss.
 
-Eager PyTorch writes each operator's result to memory; a compiler, and Liger's kernels, fuse those that follow one
-another.
+In eager PyTorch, each operator writes its result to memory. A compiler, and Liger's kernels, fuse consecutive
+operators.
 """
 
 from __future__ import annotations
@@ -27,35 +27,40 @@ from .products import is_last, multiplied_wide
 from .stacks import megatron, torchtitan
 from .traffic import Pass, cast, rmsnorm
 
-LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
-# Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
+LOGITS_MOVES = 10.0  # reads and writes of the fp32 logits by the loss
+# A fused loss reads the 16-bit logits for their maximum, for their sum and for the gradient, and writes the gradient.
 FUSED_LOGITS = 4 * 2
 # Reads and writes of each logit by the losses of formulas/memory/methods.py, counted from step/methods.py.
 METHOD_LOGITS = {"chunked": 4, "whole": 14, "teacher": 36}
-# A compiled model returns its logits too: backward starts from zeros for their gradient, written and read, and pads
-# rows of no whole 16 bytes by a copy (temporaries.loss_bytes). Of Llama-3.2-1B the loss took an H200 3.8 ms, at its
-# bandwidth 12 bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
+# A compiled model also returns its logits. Therefore the backward pass writes and reads zeros as their gradient, and
+# pads rows that are no multiple of 16 bytes with a copy (temporaries.loss_bytes). For Llama-3.2-1B the loss took an
+# H200 3.8 ms, which at its bandwidth is 12 bytes for each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11,
+# 2026-11-26).
 RETURNED_LOGITS, PADDED_LOGITS = 2 * 2, 2
-# Of stacks with a loss of their own, in forward and in backward. Megatron-LM's (tensor_parallel/cross_entropy.py), by
-# --cross-entropy-fusion-impl: to fp32, the maximum, minus that, exp, the sum, over that; backward times the gradient,
-# to half. Compiled function by function, the maximum is taken as the copy is made, exp and the sum as it is subtracted.
+# Bytes per logit for stacks with a loss of their own, forward and backward. Megatron-LM's loss
+# (tensor_parallel/cross_entropy.py) depends on --cross-entropy-fusion-impl. Without it, the forward pass casts to fp32,
+# takes the maximum, subtracts it, computes exp and the sum, and divides; the backward pass multiplies by the gradient
+# and casts to 16 bits. If its functions are compiled one by one ("native"), the maximum is computed while the copy is
+# written, and exp and the sum during the subtraction.
 OWN_LOGITS: dict[str, dict[str | None, tuple[int, int]]] = {
     "megatron": {None: (6 + 4 + 8 + 8 + 4 + 8, 8 + 6), "native": (6 + 4 + 4 + 4 + 8, 8 + 6),
                  "te": (FUSED_LOGITS - 2, 2)},
 }  # fmt: skip
-# What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer
-# Engine's. nanotron's are torchtitan's, but that it copies what it rotates in place: 18 bytes for torchtitan's 20.
+# Bytes that the blocks of other stacks move in eager code. Megatron-LM uses fused kernels, its own and Transformer
+# Engine's. nanotron's operators move the same as torchtitan's, except that it rotates a copy in place: 18 bytes instead
+# of torchtitan's 20.
 BLOCKS = {"torchtitan": torchtitan.block, "megatron": megatron.block, "nanotron": torchtitan.block}
 
-# From Hopper on a product's kernel stays on its multiprocessor, and some of its warps write a tile while others
-# multiply the next (CUTLASS, media/docs/efficient_gemm.md, warp-specialized persistent ping-pong).
+# From Hopper on, a matmul's kernel is persistent: some of its warps write a tile while others multiply the next one
+# (CUTLASS, media/docs/efficient_gemm.md, warp-specialized persistent ping-pong).
 WRITES_BEHIND = (9, 0)
 CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 
 
 class Moved(NamedTuple):
-    """Bytes of a step's element-wise operators: in blocks, and in the loss, which only the last pipeline stage has; and
-    of those in blocks the ones of tensors with gaps between their elements, which go slower (`Efficiency.strided`)."""
+    """Bytes that a step's element-wise operators move: in blocks; in the loss, which only the last pipeline stage
+    computes; and `strided`, the part of `blocks` in tensors with gaps between their elements, which are slower to move
+    (`Efficiency.strided`)."""
 
     blocks: float
     loss: float
@@ -63,11 +68,11 @@ class Moved(NamedTuple):
 
 
 def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
-    """Return the bytes that everything but products and the update moves on one device in a step, by where.
+    """Return the bytes that a step moves on one device outside its matmuls and its update, by place.
 
-    Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
-    section 4.2). Of the card only counts whether it has FlashAttention, multiplies fp8 in any layout, and multiplies
-    while it writes.
+    Norms and dropout between tensor-parallel matmuls are divided among ranks only by sequence parallelism (arXiv
+    2205.05198, section 4.2). Of the GPU, three properties matter: whether it supports FlashAttention, whether it
+    multiplies fp8 in any layout, and whether it multiplies while it writes.
     """
     flash = card is None or card.supports_flash_attention_2
     behind = card is None or (card.compute_capability or (0, 0)) >= WRITES_BEHIND
@@ -101,9 +106,9 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
 
 
 def weight_casts(share: Share) -> float:
-    """Return the bytes in which autocast casts a block's weights down, for every pass that multiplies by them, and
-    their gradients up. Frozen weights' casts are not cached, and backward has no need of them; quantized weights have
-    none, or it is a part of unpacking them (`gptq.moved`)."""
+    """Return the bytes that autocast moves to cast a block's weights to 16 bits in each forward pass, recomputation
+    included, and to cast their gradients back. Frozen weights have no gradients to cast. Quantized weights are not
+    cast, or the cast is part of unpacking them (`gptq.moved`)."""
     spec, run, b = share.spec, share.run, share.bytes
     if run.quantization or b.weights == b.compute:
         return 0.0
@@ -112,15 +117,15 @@ def weight_casts(share: Share) -> float:
 
 
 def biases(share: Share) -> float:
-    """Return the bytes in which GPTQ's layers of a block add their biases, forward and again, an operator of its own;
-    other layers' products add them."""
+    """Return the bytes that GPTQ's layers of a block move to add their biases, in the forward pass and its
+    recomputation. They need an operator for this; in other layers, the matmul adds the bias."""
     spec, run, m = share.spec, share.run, share.linear_bytes
     if run.quantization != "gptq":
         return 0.0
     names = {linear.name for linear in adapted(spec, run)}
     widths = 0
     for linear in spec.block_linears:
-        ends = is_last(spec, linear) and linear.name not in names  # the block: nothing reads it again
+        ends = is_last(spec, linear) and linear.name not in names  # recomputation stops before the block's output
         widths += linear.bias * linear.count * linear.outputs * (2 if run.checkpointing and not ends else 1)
     return 2 * m * share.tokens * widths / spec.layers
 
@@ -128,10 +133,11 @@ def biases(share: Share) -> float:
 def head_casts(share: Share) -> float:
     """Return the bytes that the chunks of Liger's loss move under autocast, in addition to their logits.
 
-    Each chunk casts the head's weight down to multiply by its transpose, which is a view and not cached, and once for
-    the input's gradient, cached where it is trained. GPUs before compute capability 8.0 also convert each chunk's
-    gradient of the weight to fp32 and add it to the sum, with two kernels of their own; on later ones the matmul itself
-    adds to the sum (liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py).
+    Each chunk casts the head's weight to 16 bits to multiply by its transpose, a view whose cast is not cached. It
+    casts the weight again for the input's gradient, and this cast is cached if the weight is trained. GPUs before
+    compute capability 8.0 also convert each chunk's gradient of the weight to fp32 and add it to the sum, with two
+    kernels of their own; on later ones the matmul itself adds to the sum (liger_kernel 0.8.5,
+    ops/fused_linear_cross_entropy.py).
     """
     spec, run, b = share.spec, share.run, share.bytes
     if not share.autocast:
@@ -146,16 +152,16 @@ def head_casts(share: Share) -> float:
 
 def plain_block(share: Share) -> float:
     """Return the bytes that transformers' operators move for a micro-batch in a block, one at a time, forward and
-    backward; what they move per element is counted as the class runs (models/llama, gpt2, mixtral), with autograd's
-    sums of gradients. `r`, `m`, `c`: bytes of the residual stream's elements, of what linear layers return, and of
-    attention's.
+    backward. They are counted in the order in which the class runs them (models/llama, gpt2, mixtral), including
+    autograd's sums of gradients. `r`, `m`, `c`: bytes per element of the residual stream, of the output of linear
+    layers, and of attention.
 
-        norm         LayerNorm is one operator, as kernels="fused-norm" is. RMSNorm is written out in fp32: to fp32,
-                     square, mean, times 1/rms, and back, times its weight
-        sums         a branch and the stream; backward of the gradients of all that read one tensor
-        casts        autocast's of the inputs of layers, and of their gradients; bitsandbytes' of outputs too
-        rotation     x · cos + rotated x · sin, of which the half is negated; in fp32 under autocast
-        activation   SiLU and a product; one operator; or GELU's formula, whose power autocast computes in fp32
+        norm         LayerNorm is one operator, and so is RMSNorm with kernels="fused-norm". Otherwise RMSNorm is
+                     several operators: cast to fp32, square, mean, times 1/rms, cast back, times its weight
+        sums         a branch plus the stream; in the backward pass, the gradients from all readers of one tensor
+        casts        autocast's casts of the inputs of layers and of their gradients; with bitsandbytes also of outputs
+        rotation     x · cos + rotated x · sin, with one half negated; in fp32 under autocast
+        activation   SiLU and a multiplication; or one operator; or GELU's formula (under autocast its power is fp32)
     """
     spec, run, r, m, c = share.spec, share.run, share.bytes.residual, share.linear_bytes, share.attention_bytes
     h, Q, K = spec.hidden, spec.query_width, spec.key_width
@@ -164,21 +170,21 @@ def plain_block(share: Share) -> float:
     norm = rmsnorm(r, trained) if written_out else Pass(2 * r, 3 * r)
     readers = (0 if spec.fused_qkv else 2) + (spec.gated and not spec.fused_qkv)
     dropped = 2 * (2 * m + 1) if spec.dropout else 0
-    # Of what lies between products: forward, backward, and what checkpointing does not compute again.
-    # What attention's last layer returns: bitsandbytes' the dtype that it is given.
+    # Between matmuls: forward, backward, and `last`, which checkpointing does not recompute. `o`: bytes per element of
+    # the output of attention's last layer. A bitsandbytes layer returns the dtype of its input.
     o = c if run.quantization and c < m else m
     forward = float(h * (spec.norms_per_layer * norm.forward + 4 * r + m + o + dropped))
     backward = h * (spec.norms_per_layer * norm.backward + cast(r, m) + cast(r, o) + (2 + readers) * 3 * r + dropped)
     last = h * (2 * r + m)
     divided = run.tp if run.sequence_parallel else 1
     once, back = forward / divided, backward / divided
-    # Of what tensor parallelism divides.
+    # The part that tensor parallelism divides.
     forward, backward = mlp(share, spec.token_mlp_width)
     if share.autocast or run.quantization:
         copied = sum(map(partial(linear_casts, share), spec.block_linears)) / spec.layers
         forward, backward = forward + copied, backward + copied
     if spec.mla:
-        latent, put = rmsnorm(c, trained), 4 * c * Q  # queries and keys are put together from pieces
+        latent, put = rmsnorm(c, trained), 4 * c * Q  # queries and keys are concatenated from pieces
         width = (spec.mla.q_lora_rank or 0) + spec.mla.kv_lora_rank
         forward, backward = forward + latent.forward * width + put, backward + latent.backward * width + 2.5 * put
     if spec.qk_norm:
@@ -187,11 +193,11 @@ def plain_block(share: Share) -> float:
     if not spec.learned_positions:
         turn, _ = rotation(share)
         forward, backward = forward + turn.forward, backward + turn.backward
-    if c < m:  # what is not rotated is cast for attention, and its gradients
+    if c < m:  # tensors that are not rotated are cast for attention, and so are their gradients
         narrowed = cast(m, c) * (K + (Q + K if spec.learned_positions else 0))
         forward, backward = forward + narrowed, backward + narrowed
     if spec.fused_qkv:
-        backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # of a split; of three slices
+        backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # for a split, or for three slices
     if trained:
         backward += m * sum(linear.outputs * linear.count for linear in spec.block_linears if linear.bias) / spec.layers
     attention = attend(share)
@@ -204,8 +210,9 @@ def plain_block(share: Share) -> float:
 
 
 def rotation(share: Share) -> tuple[Pass, Pass]:
-    """Return the bytes per token in which queries and keys are rotated; and those of heads in another order than they
-    were made in, or of halves of them: all but the product of the halves that were put together, and its sine."""
+    """Return the bytes per token that the rotation of queries and keys moves, and the part of these in tensors with
+    gaps: transposed heads, or halves of heads. In the forward pass, only the multiplication of the concatenated halves
+    by the sine reads none."""
     spec, r, m, c = share.spec, share.bytes.residual, share.linear_bytes, share.attention_bytes
     turned = (spec.heads + 1) * spec.mla.qk_rope_head_dim if spec.mla else spec.query_width + spec.key_width
     forward = turned * (2 * (m + r) + 3 * m + 3 * r + cast(r, c))
@@ -214,7 +221,7 @@ def rotation(share: Share) -> tuple[Pass, Pass]:
 
 
 def linear_casts(share: Share, linear: Linear) -> float:
-    """Return the bytes per token of the casts around the linear layers of this name, all layers together."""
+    """Return the bytes per token of the casts around all linear layers with this name."""
     run, m = share.run, share.linear_bytes
     if linear.name in ROW_PARALLEL:
         input_bytes = share.attention_bytes if linear.part == "attention" else m
@@ -226,7 +233,7 @@ def linear_casts(share: Share, linear: Linear) -> float:
 
 
 def mlp(share: Share, width: float) -> Pass:
-    """Return the bytes per token of the MLP's activation, `width` elements wide."""
+    """Return the bytes per token of the MLP's activation function, `width` elements wide."""
     spec, m = share.spec, share.linear_bytes
     if spec.gated:
         return Pass(5 * m * width, (9 + (4 if spec.fused_qkv else 0)) * m * width)
@@ -239,8 +246,8 @@ def mlp(share: Share, width: float) -> Pass:
 
 
 def attend(share: Share) -> Pass:
-    """Return the bytes per token of attention beside its products: scores that are written out, their mask, softmax
-    and dropout, and copies of what views are not enough for."""
+    """Return the bytes per token that attention moves outside its matmuls: stored scores, their mask, softmax and
+    dropout, and copies where a view does not suffice."""
     spec, c, p = share.spec, share.attention_bytes, share.softmax_bytes
     Q, K = spec.query_width, spec.key_width
     grouped = Q != K
@@ -263,8 +270,8 @@ def attend(share: Share) -> Pass:
 
 
 def routed(share: Share) -> Pass:
-    """Return the bytes per token with which transformers sends tokens to their experts, and sums what these return
-    (integrations/moe.py, grouped_mm_experts_forward), averaged over the layers."""
+    """Return the bytes per token that transformers moves to send tokens to their experts and to sum the experts'
+    outputs (integrations/moe.py, grouped_mm_experts_forward), averaged over the layers."""
     spec, c = share.spec, share.bytes.compute
     h, sent = spec.hidden, spec.experts_per_token * spec.hidden
     forward = sent * (2 * c + (c + 4) + 8 + 4) + h * (4 + cast(4, c))
@@ -273,10 +280,12 @@ def routed(share: Share) -> Pass:
 
 
 def adapters(share: Share) -> float:
-    """Return the bytes that a block's adapters move for a micro-batch, as peft runs them (tuners/lora/layer.py): the
-    input is cast to their dtype, and for their products by autocast, and dropped out; what they return is scaled, added
-    to what the layer returned, and cast to its dtype. Backward goes the same way, and adds the input's gradient to that
-    of the layer. A compiler fuses the sum with what reads it next, and the scale with the sum.
+    """Return the bytes that a block's adapters move for a micro-batch in peft's implementation (tuners/lora/layer.py).
+
+    The input is cast to the adapters' dtype, by autocast to that of the matmuls, and dropped out. The adapter's output
+    is scaled, added to the output of the layer, and cast to the dtype of that output. The backward pass reverses these
+    steps and adds the gradient of the adapter's input to that of the layer's. A compiler fuses the sum with its next
+    reader, and the scaling with the sum.
     """
     spec, run = share.spec, share.run
     if run.lora is None:
@@ -290,7 +299,7 @@ def adapters(share: Share) -> float:
     bottom_back = 2 * computed + cast(wide, made) * 2 + cast(wide, computed)
     if run.compile:
         bottom, bottom_back = computed, 2 * computed
-    copied = 2 * made if by_bitsandbytes(run) and width == 4 and not run.compile else 0  # bitsandbytes' result, cloned
+    copied = 2 * made if by_bitsandbytes(run) and width == 4 and not run.compile else 0  # peft clones the result
     # For bitsandbytes' layers, peft leaves the cast to autocast (tuners/lora/bnb.py).
     once = run.compile or (by_bitsandbytes(run) and run.precision.startswith("autocast"))
     forward = backward = last = 0.0
@@ -309,13 +318,16 @@ def adapters(share: Share) -> float:
 
 
 def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
-    """Return the bytes in which gradients of later micro-batches are added to those of the first: read both, write the
-    sum. Shards of gradients, which ZeRO 2 and 3 add, are little. A buffer in fp32 takes those of every micro-batch:
-    both read, the sum written. Megatron-LM's products add their results to that buffer themselves
-    (gradient_accumulation_fusion), `behind` the next tile's product or, on chips before Hopper, after their own: they
-    read and write what is summed, where those that were measured write a half. Without sync_each_batch each rank adds
-    whole ones, and FSDP2's policy those in half to sums in fp32, the first cast
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
+    """Return the bytes for adding gradients of later micro-batches to those of earlier ones: both are read, and the sum
+    is written. ZeRO 2 and 3 add shards of gradients, which are small and count as nothing.
+
+    nanotron adds the gradients of every micro-batch, also of the first, to a buffer in fp32. Megatron-LM's matmuls add
+    their results to such a buffer themselves (gradient_accumulation_fusion). `behind`: they do so while they multiply
+    the next tile, which costs nothing. On GPUs before Hopper they do it afterwards: they read and write the sum,
+    whereas the matmuls that were measured write 16 bits. Without sync_each_batch, each rank adds whole gradients, and
+    FSDP2 may add 16-bit gradients to sums in fp32, which begin as a cast of the first
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    """
     if (stack := stack_of(run)).sums_in_fp32:
         whole = states(spec, run, sharded=False).trained
         return (PRECISION[run.precision].gradients + 2 * 4.0) * run.accumulation * whole
@@ -334,23 +346,26 @@ def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
 
 
 class Casts(NamedTuple):
-    """Bytes moved per element of a converted layer's operands, forward and backward; and when forward is run again."""
+    """Bytes per element that torchao moves to convert the tensors of a linear layer to fp8, forward and backward; and
+    in recomputation."""
 
-    activation: int  # of its input, and of its output's gradient
+    activation: int  # the layer's input, or its output's gradient
     weight: int
     activation_again: int
     weight_again: int
 
 
-# torchao's own account (torchao/testing/training/roofline_utils.py), no cast fused with what comes before: tensorwise
-# reads for the maximum, reads again, and writes fp8 in both layouts that products want, of weights once per pass;
-# rowwise reads for one layout and writes that and a transposed bf16 copy, from which it makes the other.
+# From torchao's roofline model (torchao/testing/training/roofline_utils.py), in which no cast is fused with the
+# operator before it. Tensorwise scaling reads for the maximum, reads again, and writes fp8 in the two layouts that
+# matmuls need (for weights once per pass). Rowwise scaling reads for one layout and writes it together with a
+# transposed bf16 copy, from which it computes the other layout.
 FP8_CASTS = {"tensorwise": Casts(2 + 2 + 2, 2 + 3 + 3, 2 + 3, 3), "rowwise": Casts(5 + 3, 3 + 4 + 3, 3, 3)}
 
 
 class EngineCasts(NamedTuple):
-    """Bytes that Transformer Engine moves per element beyond those in bf16: of an input that a norm made, of another,
-    of an output's gradient, and of a weight, once per step; and when forward is run again, which wants one layout."""
+    """Bytes per element that Transformer Engine moves in addition to a bf16 layer: for an input that is the output of a
+    norm, for another input, for the gradient of an output, and for a weight (once per step); and for both kinds of
+    input in recomputation, which needs only one layout."""
 
     normed: int
     other: int
@@ -360,26 +375,28 @@ class EngineCasts(NamedTuple):
     other_again: int
 
 
-# TE casts into the layouts that forward and backward multiply in one pass, 2 bytes read and 2 written; the norm's own
-# kernel casts what it makes where scales are known ("delayed"); in MXFP8 cuDNN's would, which is off unless
-# NVTE_NORM_FWD_USE_CUDNN is set (pytorch/csrc/extensions/normalization.cpp at v2.9). "delayed" transposes that for
-# backward (Hopper multiplies fp8 by rows alone); "tensorwise" reads for the maximum, which the norm's kernel finds.
+# TE casts into the layouts for the forward and for the backward matmul in one pass: 2 bytes read, 2 written. If scales
+# are known in advance ("delayed"), the norm's own kernel casts its output. In MXFP8, cuDNN's norm would do so, but it
+# is off unless NVTE_NORM_FWD_USE_CUDNN is set (pytorch/csrc/extensions/normalization.cpp at v2.9). "delayed" transposes
+# the norm's output for the backward pass, because Hopper's fp8 matmuls accept only one layout. "tensorwise" also reads
+# for the maximum, unless the norm's kernel computes it.
 ENGINE_CASTS = {
     "delayed": EngineCasts(1, 4, 4, 4, -1, 3),
     "tensorwise": EngineCasts(4, 6, 6, 6, 3, 5),
     "blockwise": EngineCasts(4, 4, 4, 4, 3, 3),
     "mxfp8": EngineCasts(4, 4, 4, 4, 3, 3),
 }
-# Where one scale per tensor goes with either layout nothing is transposed (memory/float8.py, takes_either_layout).
-# Scales of blocks still go along rows.
+# If fp8 matmuls with one scale per tensor accept either layout, nothing is transposed (memory/float8.py,
+# takes_either_layout). Scales of blocks still follow the rows.
 ANY_LAYOUT_CASTS = {"delayed": EngineCasts(-1, 3, 3, 3, -1, 3), "tensorwise": EngineCasts(3, 5, 5, 5, 3, 5)}
 
 
 def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
-    """Return the bytes of Transformer Engine's casts in a micro-batch; what sequence parallelism gathers is fp8."""
+    """Return the bytes of Transformer Engine's casts in a micro-batch. With sequence parallelism, each rank casts its
+    tokens before they are gathered in fp8."""
     recipe = str(run.fp8_recipe)
     casts = (any_layout and ANY_LAYOUT_CASTS.get(recipe)) or ENGINE_CASTS[recipe]
-    if run.lora:  # frozen weights have no gradient, for which inputs and outputs' gradients take a second layout
+    if run.lora:  # only gradients of weights need a second layout of inputs and of outputs' gradients
         casts = casts._replace(normed=casts.normed_again, other=casts.other_again, gradient=casts.gradient - 1)
     layers, divided = converted(spec, run), run.tp if run.sequence_parallel else 1
     outputs = sum(one.outputs * one.count / (1 if one.name in ROW_PARALLEL else run.tp) for one in layers)
@@ -391,15 +408,16 @@ def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> fl
         normed = sum(width * count for width, count in shared.items()) / divided
         activations += normed * (casts.normed + again * casts.normed_again)
         activations += rows * (casts.other + again * casts.other_again)
-    cast = 0 if run.gathers_float8 else casts.weight  # those that are gathered in fp8 were cast as shards
+    cast = 0 if run.gathers_float8 else casts.weight  # weights that are gathered in fp8 were cast as shards
     weights = cast * sum(linear.elements for linear in layers) / run.tp / run.accumulation
     return run.tokens / run.cp * (activations + casts.gradient * outputs) + weights
 
 
 def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
-    """Return the bytes of all casts to fp8 in a micro-batch; layers with the same input share its cast. Weights that
-    FSDP2 gathers in fp8 were cast as shards, which is little. By tensor, torchao casts its part of what sequence
-    parallelism gathers, and gives what was gathered its other layout (float8/float8_tensor_parallel.py)."""
+    """Return the bytes of all casts to fp8 in a micro-batch. Layers with the same input share its cast. Weights that
+    FSDP2 gathers in fp8 are cast as shards, which is little and not counted. With one scale per tensor, torchao casts a
+    rank's tokens before sequence parallelism gathers them, and then writes the second layout of the gathered tensor
+    (float8/float8_tensor_parallel.py)."""
     if run.fp8 is None:
         return engine_casts(spec, run, any_layout) if run.fp8_recipe else 0.0
     casts, again = FP8_CASTS[run.fp8], whole_again(spec, run)
@@ -412,7 +430,8 @@ def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float
     cut = sum(linear.inputs * linear.count for linear in rows) / run.tp
     cut_outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
     parts = run.tp if run.fp8 == "tensorwise" and run.sequence_parallel else 1
-    # Of what is gathered only the last byte, the other layout's, is written of all of it, after it is read.
+    # Of a gathered tensor, only the second layout is written for all tokens, one byte per element, after a byte is
+    # read.
     whole = casts.activation if parts == 1 else (casts.activation - 1) / parts + 2
     activations = whole * (inputs + outputs) + casts.activation * (cut + cut_outputs)
     activations += again * casts.activation_again * (inputs / parts + cut)
@@ -422,19 +441,21 @@ def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float
 
 
 def fused_block(share: Share) -> float:
-    """Return the bytes that a block's fused kernels move for a micro-batch, forward and backward, by the tensors that
-    each reads and writes. `r`, `c`: bytes of the residual stream's elements, and of the products'.
+    """Return the bytes that a block's fused kernels move for a micro-batch, forward and backward, counted by the
+    tensors that each kernel reads and writes. `r`, `c`: bytes per element of the residual stream, and of the tensors
+    that matmuls read.
 
         norm, with the sum before it    reads the stream and a branch's output, writes the stream and its own output;
                                         backward: reads the gradient of each linear layer's input, the stream and its
-                                        gradient, writes that, and again as products need it; with dropout its mask
-        biases                          backward reads gradients of all tokens to sum them; those of queries, keys and
-                                        values, which one layer made, are put together
-        rotation                        reads and writes queries and keys, backward too
+                                        gradient, writes the latter, if r != c also in the dtype of matmuls; with
+                                        dropout also its mask
+        biases                          backward reads the gradients of all tokens to sum them; if one layer computes
+                                        queries, keys and values, their gradients are concatenated
+        rotation                        reads and writes queries and keys, also in the backward pass
         activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
-                                        the weight's gradient. Else 2 f, and 3 f
-        eager attention's scores        compiled: reads them, writes what is kept; backward: reads their gradient and
-                                        softmax's output, writes a gradient. Else operator by operator
+                                        the gradient of the weight. Otherwise 2 f, and 3 f
+        eager attention's scores        compiled: reads them, writes the saved tensors; backward: reads their gradient
+                                        and the output of softmax, writes a gradient. Otherwise operator by operator
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)

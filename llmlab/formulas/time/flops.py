@@ -1,11 +1,11 @@
-"""FLOP of a step: where 2ND, 6ND and 8ND come from, and what they leave out.
+"""FLOP of a step: where 2ND, 6ND and 8ND come from, and what they omit.
 
-Counted is what PyTorch's FlopCounterMode counts: products of matrices and attention, a multiply and an add as two. Not
-counted: norms, activation functions, softmax, the optimizer's element-wise arithmetic, looking up embeddings. A causal
-attention counts whole, as if nothing were masked. Products that FlopCounterMode does not know, because they are not
-PyTorch's operators or are new ones, count like any other: bitsandbytes' with packed weights, the experts' grouped ones.
+Like PyTorch's FlopCounterMode, this counts matmuls and attention, with a multiply and an add as two. It does not count
+norms, activation functions, softmax, the optimizer's element-wise arithmetic, or embedding lookups. Causal attention
+counts as if nothing were masked. Matmuls that FlopCounterMode does not know, because they are new or no operators of
+PyTorch, count like any other: bitsandbytes' matmuls with packed weights, and the grouped ones of experts.
 
-    B  sequences     T  tokens of one     S  tokens it sees     r  LoRA's rank
+    B  sequences     T  tokens per sequence     S  tokens it sees     r  LoRA's rank
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .products import gradients_of_first_block, products
 
 @dataclass
 class Flops:
-    """FLOP of a step by where they go. `recomputed` is what checkpointing computes a second time; `by_part` divides
-    forward, backward and recomputation alike by "attention" (its linears), "scores" (products without weights), "mlp",
+    """FLOP of a step by place. `recomputed` is the FLOP that checkpointing adds. `by_part` divides the sum of forward,
+    backward and recomputation into "attention" (its linear layers), "scores" (matmuls without weights), "mlp",
     "experts", "router", "head", "adapters"."""
 
     forward: int = 0
     backward: int = 0
     recomputed: int = 0
-    scores_again: int = 0  # of `backward`: q·kᵀ, which fused attention computes a second time
-    optimizer: int = 0  # Adafactor multiplies its factors out
+    scores_again: int = 0  # part of `backward`: q·kᵀ, which fused attention recomputes
+    optimizer: int = 0  # Adafactor multiplies its factors, Muon orthogonalizes
     by_part: dict[str, int] = field(default_factory=dict)
 
     def add(self, part: str, forward: int, backward: int = 0, recomputed: int = 0) -> None:
-        """Add the products of a part."""
+        """Add the matmuls of a part."""
         self.forward += forward
         self.backward += backward
         self.recomputed += recomputed
@@ -47,21 +47,22 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """All that is computed: what the hardware does (HFU)."""
+        """Everything that is computed: the FLOP of HFU."""
         return self.forward + self.backward + self.recomputed + self.optimizer
 
     @property
     def model(self) -> int:
-        """What the model needs, computed once: 6N + 12LhS per token (MFU: PaLM, arXiv 2204.02311, appendix B)."""
+        """The FLOP that the model needs without recomputation: 6N + 12LhS per token (MFU: PaLM, arXiv 2204.02311,
+        appendix B)."""
         return self.forward + self.backward - self.scores_again
 
 
 def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) -> Flops:
-    """Return the FLOP of one step of `run`, of all devices together: FlopCounterMode's count on the real model.
+    """Return the FLOP of one step of `run` on all devices together: the count of FlopCounterMode on the real model.
 
-    A training step is all its micro-batches; a generation its prefill and every decoded token but the last, which goes
-    through no model. `gpu` (or `cpu`) decides the attention kernel, and with it whether backward computes the scores
-    again: 5 products instead of 4.
+    A training step consists of all its micro-batches. A generation consists of its prefill and all decoded tokens
+    except the last, which goes through no model. `gpu` (or `cpu`) determines the attention kernel, and therefore
+    whether the backward pass recomputes the scores: 5 matmuls instead of 4.
     """
     return _counted(spec, run, "" if isinstance(run, Inference) else attention_kernel(spec, run, gpu, cpu))
 
@@ -84,9 +85,9 @@ def _counted(spec: ModelSpec, run: Run, kernel: str) -> Flops:
 
 
 def approximate(parameters: int, tokens: int, recomputation: bool = False) -> int:
-    """Return 6ND, or 8ND with full recomputation: per weight and token, 2 FLOP forward, 4 backward (2 for the gradient
-    of the input, 2 for that of the weight), 2 more to compute forward again (Kaplan et al., 2020, arXiv
-    2001.08361, section 2.1).
+    """Return 6ND, or 8ND with full recomputation. Per weight and token, the forward pass computes 2 FLOP, the backward
+    pass 4 (2 for the gradient of the input, 2 for that of the weight), and recomputation 2 more (Kaplan et al., 2020,
+    arXiv 2001.08361, section 2.1).
 
     >>> f"{approximate(82 * 10**9, 150 * 10**9):.3g}"
     '7.38e+22'
@@ -95,15 +96,16 @@ def approximate(parameters: int, tokens: int, recomputation: bool = False) -> in
 
 
 def chinchilla_tokens(parameters: int) -> int:
-    """Return 20N: the tokens to train N parameters on if only training costs anything (arXiv 2203.15556, table 3)."""
+    """Return 20N: the number of tokens on which to train N parameters if only training costs matter (arXiv 2203.15556,
+    table 3)."""
     return 20 * parameters
 
 
 def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Return L(N, D) = E + A/Nᵅ + B/Dᵝ, nats per token: what N parameters reach on D tokens, each read once.
+    """Return L(N, D) = E + A/Nᵅ + B/Dᵝ in nats per token: the loss of N parameters after D tokens, each read once.
 
-    The form is arXiv 2203.15556's, equation 2, fitted to 70M to 16B parameters on 5 to 500 billion tokens; the
-    constants are those that arXiv 2404.10102, section 3, has fitted to its data again. Another text or tokenizer has
+    The form is arXiv 2203.15556's, equation 2, fitted to 70M to 16B parameters on 5 to 500 billion tokens. The
+    constants are those that arXiv 2404.10102, section 3, fitted again to the same data. Another text or tokenizer has
     another loss.
 
     >>> round(chinchilla_loss(70e9, 1.4e12), 2)
@@ -113,7 +115,7 @@ def chinchilla_loss(parameters: float, tokens: float) -> float:
 
 
 def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel: str) -> None:
-    """Add q·kᵀ and scores·v. Fused kernels keep no scores, and compute q·kᵀ again in backward."""
+    """Add q·kᵀ and scores·v. Fused kernels save no scores and compute q·kᵀ again in the backward pass."""
     qk, v = head_sizes(spec)
     one = 2 * sequences * spec.heads * run.seq_len * run.seq_len
     forward = spec.layers * one * (qk + v)
@@ -125,7 +127,7 @@ def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel:
         backward += sums.scores_again
         if not (q_ or k_ or v_):
             backward -= one * (2 * qk + 2 * v)
-    else:  # each of the four products only where its result is needed
+    else:  # each of the four matmuls only if its result is needed
         backward -= one * ((not q_) * qk + (not k_) * qk + (not v_) * v + (not (q_ or k_)) * v)
     again = attentions_again(spec, run, kernel in ("flash", "efficient"))
     forward += sum(other.passes * other.spec.layers * 2 * sequences * other.spec.heads * run.seq_len**2
@@ -136,14 +138,15 @@ def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel:
 
 
 def head_sizes(spec: ModelSpec, absorbed: bool = False) -> tuple[int, int]:
-    """Return the elements of a query (and key) head and of a value head; `absorbed`: as `token_pass` says."""
+    """Return the number of elements of a query (or key) head and of a value head. `absorbed`: see `token_pass`."""
     if spec.mla and absorbed:
         return spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim, spec.mla.kv_lora_rank
     return spec.head_dim, spec.mla.v_head_dim if spec.mla else spec.head_dim
 
 
 def _factored(spec: ModelSpec, run: Training) -> int:
-    """Return the elements of every matrix whose second moments Adafactor multiplies out of a row and a column."""
+    """Return the number of elements of all matrices for which Adafactor computes second moments as a row times a
+    column."""
     if run.lora:
         return adapter_parameters(spec, run)
     by = spec.parameters_by_component
@@ -152,7 +155,8 @@ def _factored(spec: ModelSpec, run: Training) -> int:
 
 
 def _generation(spec: ModelSpec, run: Inference) -> Flops:
-    """Add the prompt's pass and one of each new token but the last; the head sees one position of each sequence."""
+    """Return the FLOP of the prompt's pass and of one pass for each new token except the last. The head sees one
+    position of each sequence."""
     sums = Flops()
     _passes(sums, spec, run.batch, run.prompt_len, range(run.prompt_len, run.prompt_len + 1))
     _passes(sums, spec, run.batch, 1, range(run.prompt_len + 1, run.prompt_len + run.new_tokens))
@@ -160,12 +164,13 @@ def _generation(spec: ModelSpec, run: Inference) -> Flops:
 
 
 def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True) -> dict[str, int]:
-    """Return the FLOP, by part, of a pass that reads one token of each of `batch` sequences, which sees `context`.
+    """Return the FLOP, by part, of a pass that reads one token of each of `batch` sequences and attends to `context`
+    tokens.
 
     With latent attention, engines absorb the up-projections (DeepSeek-V2, arXiv 2405.04434, section 2.1): qᵀ(W_k c) is
-    (W_kᵀq)ᵀc. A query is projected to the latent's space, a sum of latents back to a head's values, both once per token
-    with kv_b_proj's weights, and every head's scores and sums are over latents. `absorbed` False, transformers' way,
-    makes keys and values of all heads again, from every latent in the cache.
+    (W_kᵀq)ᵀc. They project each query into the latent space, and each sum of latents back to a head's values, once per
+    token with kv_b_proj's weights; all heads compute scores and sums over latents. With `absorbed` False, as in
+    transformers, every pass computes the keys and values of all heads from all latents in the cache again.
     """
     sums = Flops()
     _passes(sums, spec, batch, 1, range(context, context + 1), absorbed)
@@ -173,10 +178,11 @@ def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True)
 
 
 def _passes(sums: Flops, spec: ModelSpec, batch: int, new: int, seen: range, absorbed: bool = False) -> None:
-    """Add a forward pass of `new` tokens per sequence for each of `seen`: how many they see, themselves among them."""
+    """Add forward passes of `new` tokens per sequence, one for each element of `seen`: the number of tokens that they
+    attend to, including themselves."""
     for linear in spec.linears:
         tokens = batch * len(seen) * (1 if linear.part == "head" else new)
-        if linear.name == "kv_b_proj" and not absorbed:  # the cache holds latents, expanded anew in each pass
+        if linear.name == "kv_b_proj" and not absorbed:  # the cache holds latents, expanded again in each pass
             tokens = batch * sum(seen)
         sums.add(linear.part, 2 * tokens * linear.inputs * linear.outputs * linear.count)
     if spec.experts:

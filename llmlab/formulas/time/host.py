@@ -1,16 +1,17 @@
-"""Seconds that the CPU takes to start the operators of a step's passes on one device, which the card may wait for.
+"""CPU seconds for launching the operators of a step's passes on one device; the GPU may have to wait for them.
 
-    host = micro-batches × blocks × operators of a block × the time to start one
+    host = micro-batches × blocks × operators of a block × the time to launch one
 
-Operators are counted, not fitted: the simulator's log has those of the stacks' own classes, one block more or less
-(tests/simulation/test_host_operators.py repeats the count). What starting one takes is a host's own
-(hardware/efficiencies.toml): Python, the dispatcher and the launch, less in backward, which autograd's engine calls.
+Operators are counted, not fitted: the simulator logs those of the stacks' own classes in models of two depths, and the
+difference is per block (tests/simulation/test_host_operators.py repeats the count). The time per operator depends on
+the host (hardware/efficiencies.toml). It covers Python, the dispatcher and the launch, and is shorter in the backward
+pass, where autograd's engine calls the operators.
 
-DeepSpeed's ZeRO-3 runs Python of its own around every module (runtime/zero/parameter_offload.py): its hooks were timed
-beside operators, on a CPU, by benchmarks/time/deepspeed_hooks.py.
+DeepSpeed's ZeRO-3 runs its own Python code around every module (runtime/zero/parameter_offload.py).
+benchmarks/time/deepspeed_hooks.py timed these hooks and operators on the same CPU.
 
-A compiled step has a host too: its graph starts each kernel from Python, and guards, autograd and the optimizer take
-their time for each parameter.
+A compiled step needs CPU time, too: its graph launches each kernel from Python, and guards, autograd and the optimizer
+need time for each parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .stacks import deepspeed, megatron
 
 
 class Operators(NamedTuple):
-    """Operators of a block with a kernel, and without one (views), in forward and in backward."""
+    """Numbers of a block's operators with a kernel and without one (views), in the forward and the backward pass."""
 
     kernels: float
     views: float
@@ -38,32 +39,32 @@ class Operators(NamedTuple):
     views_back: float
 
     def seconds(self, host: Efficiency) -> float:
-        """Return what `host` takes to start them."""
+        """Return the seconds that `host` needs to launch them."""
         forward = self.kernels * host.dispatch + self.views * host.view
         backward = self.kernels_back * host.dispatch + self.views_back * host.view
         return forward + host.backward_dispatch * backward
 
     def plus(self, more: Operators) -> Operators:
-        """Return these and `more`."""
+        """Return the sums of these numbers and those of `more`."""
         return Operators(*(mine + theirs for mine, theirs in zip(self, more, strict=True)))
 
     def times(self, count: float) -> Operators:
-        """Return these, `count` times."""
+        """Return these numbers multiplied by `count`."""
         return Operators(*(count * mine for mine in self))
 
 
 class Hooks(NamedTuple):
-    """As many operators take as long as the hooks of a module, and more for each of its parameters that stays whole, or
-    that is gathered."""
+    """The time of a module's hooks, in operators: per module, and in addition for each of its parameters that stays
+    whole, and for each that is gathered."""
 
     module: float
     whole: float
     gathered: float
 
 
-# Of a block with two norms and fused attention, all in one dtype; torchtitan's in mixed precision with FSDP2. What
-# DeepSpeed's stages 1 and 2 add are views most of all, of the buffers that it reduces from. What stage 3 adds,
-# operators among it, is its hooks' time.
+# Operators of a block with two norms and fused attention, all in one dtype; torchtitan's block is in mixed precision
+# with FSDP2. DeepSpeed's stages 1 and 2 mostly add views of the buffers from which they reduce gradients. Everything
+# that stage 3 adds, operators included, is counted as time of its hooks.
 TRANSFORMERS = {
     "rmsnorm": Operators(38, 40, 71, 71),
     "fused-norm": Operators(24, 38, 41, 65),
@@ -73,27 +74,30 @@ TRANSFORMERS = {
 # values; and per token, outside the blocks: embedding, last norm, head, and generate()'s greedy choice and stop test.
 GENERATING = {"rmsnorm": Operators(40, 36, 0, 0), "layernorm": Operators(19, 18, 0, 0)}
 GENERATING_ENDS = {"rmsnorm": Operators(36, 11, 0, 0), "layernorm": Operators(22, 12, 0, 0)}
-GENERATING_NORM = Operators(8, 0, 0, 0)  # another RMSNorm, as of queries and of keys
-# The time of an operator of which autograd records nothing, relative to one in a forward pass of training, from which
-# `dispatch` was derived: 0.7, the median of 16 rounds
-# from 0.5 to 1.2 on a busy machine (benchmarks/time/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
+GENERATING_NORM = Operators(8, 0, 0, 0)  # an additional RMSNorm, for example of queries
+# The time of an operator that autograd does not record, relative to an operator in a forward pass of training, from
+# which `dispatch` was derived: 0.7, the median of 16 rounds from 0.5 to 1.2 on a busy machine
+# (benchmarks/time/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
 UNRECORDED = 0.7
-# Casts: in mixed precision of weights, once; autocast's of inputs and weights too, again in what is computed again.
+# Casts: in mixed precision those of weights, once; under autocast those of inputs and weights (forward, backward), and
+# recomputation repeats the forward ones.
 MIXED = {"rmsnorm": 18, "fused-norm": 18, "layernorm": 24}
 AUTOCAST = {"rmsnorm": (10, 16), "fused-norm": (14, 20), "layernorm": (12, 16)}
-# A norm more, as of queries and of keys; attention whose scores are written out, and where keys are repeated for it.
+# An additional norm, for example of queries; eager attention, which stores its scores; and the repetition of keys and
+# values for it. `_AGAIN`: operators that recomputation adds.
 NORM, NORM_AGAIN = Operators(8, 1, 16, 4), Operators(8, -1, 0, 11)
 EAGER, EAGER_AGAIN = Operators(7, 9, 8, 10), Operators(7, 9, 0, 2)
 REPEATED, REPEATED_AGAIN = Operators(2, 6, 2, 4), Operators(2, 6, 0, 0)
 TORCHTITAN = Operators(24, 55, 39, 95)
-# As many as take as long as a layer of megatron-core, whose Python is most of it: 2.1 times a Llama's forward and 1.3
-# times its backward (benchmarks/time/megatron_host.py, megatron-core 0.16.1, its own layers).
+# Operators that take as long as a layer of megatron-core, whose time is mostly Python: 2.1 times a Llama's forward and
+# 1.3 times its backward pass (benchmarks/time/megatron_host.py, megatron-core 0.16.1, its own layers).
 MEGATRON = Operators(118, 84, 92, 92)
-# As many as take as long as what else a micro-batch has there: its tensors sent to tensor ranks, embedding, last norm,
-# head, loss and schedule, 93 to 130 of a Llama's forward and 64 to 100 of its backward (as above, whole steps).
+# Operators that take as long as the rest of a micro-batch in Megatron-LM: sending its tensors to tensor-parallel ranks,
+# embedding, last norm, head, loss and schedule. This is 93 to 130 operators of a Llama's forward and 64 to 100 of its
+# backward pass (as above, whole steps).
 MEGATRON_ENDS = Operators(100, 70, 74, 74)
 STAGES = {("deepspeed", 1): Operators(7, 89, 0, 0), ("deepspeed", 2): Operators(-2, 65, 9, 36)}
-# What recomputation adds; checkpoint stops at the last tensor that backward needs, before the block's end.
+# Operators that recomputation adds. It stops at the last tensor that the backward pass needs, before the block's end.
 AGAIN = {
     "full": {"rmsnorm": Operators(36, 33, 0, 63), "fused-norm": Operators(20, 35, 2, 49),
              "layernorm": Operators(18, 17, 0, 42)},
@@ -105,31 +109,33 @@ MEGATRON_AGAIN = {"full": Operators(118, 84, 0, 0), "selective": AGAIN["selectiv
 OWN = {"torchtitan": (TORCHTITAN, TORCHTITAN_AGAIN), "megatron": (MEGATRON, MEGATRON_AGAIN)}
 ENDS = {"megatron": MEGATRON_ENDS}
 UPDATES = {"deepspeed": deepspeed.update, "megatron": megatron.update}
-# benchmarks/time/deepspeed_hooks.py, DeepSpeed 0.19.8; 0.12.4, of 2023, gave the same within 30 %. On one process:
-# gathering from others is a collective's time. `HERE`: seconds of an operator on that CPU.
+# benchmarks/time/deepspeed_hooks.py, DeepSpeed 0.19.8; version 0.12.4, from 2023, agreed within 30 %. It ran on one
+# process, because the time of gathering from other ranks is counted as a collective. `HERE`: seconds per operator on
+# that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
 HERE = 4.1e-6
-# Seconds in which a compiled graph starts a kernel: Inductor's launcher, with 19 arguments, on a GB200's host; 6.8 us
-# without any (meta-pytorch/tritonbench, pull request 1017, 2026-04). Products and attention, which the graph calls by
-# their operators, are taken to start as fast.
+# Seconds that a compiled graph needs to launch a kernel: Inductor's launcher, with 19 arguments, on a GB200's host; 6.8
+# us without arguments (meta-pytorch/tritonbench, pull request 1017, 2026-04). The graph calls matmuls and attention by
+# their operators. We assume that these launch as fast.
 COMPILED = 9.1e-6
-# Kernels that Inductor writes for a block, forward and backward, and those that autocast adds: casts of weights, and of
-# their gradients.
+# Kernels that Inductor generates for a block, forward and backward, and those that autocast adds: casts of weights, and
+# of their gradients.
 WRITTEN = {"rmsnorm": (5, 9), "layernorm": (3, 8)}
 WRITTEN_CASTS = {"rmsnorm": (7, 7), "layernorm": (8, 4)}
-# As many operators take as long as a compiled graph does for each parameter, before it starts (guards, the autograd
-# function) and for its gradient; and as torch's AdamW does in an update, fused or on lists
-# (benchmarks/time/block_host.py, torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us per parameter
+# Operators that take as long as a compiled graph's work per parameter: before it starts (guards, the autograd
+# function), and for the parameter's gradient; and as torch's AdamW per parameter in an update, fused or foreach
+# (benchmarks/time/block_host.py, torch 2.13, 2026-11-26). For Qwen3-8B, guards and arguments took 2.2 us per parameter
 # (pytorch/pytorch, issue 191753).
 GUARDED, RETURNED, UPDATED = 0.4, 0.8, 0.9
-# A block of frozen weights makes no gradient of them, autocast casts none, and what is computed again has fewer views.
+# With frozen weights, a block computes no gradients of weights, autocast does not cast these, and recomputation has
+# fewer views. These numbers are added to those above.
 FROZEN = {"rmsnorm": Operators(0, 0, -11, -32), "fused-norm": Operators(0, 0, -7, -30),
           "layernorm": Operators(0, 0, -8, -20)}  # fmt: skip
 FROZEN_CASTS = Operators(0, 0, -8, 0)
 FROZEN_AGAIN = {"rmsnorm": Operators(0, 0, 0, -36), "fused-norm": Operators(0, 0, 0, -32),
                 "layernorm": Operators(0, 0, 0, -24)}  # fmt: skip
-# Each linear layer with adapters, peft's, has as many more, and one more in each pass where it has dropout: adapters in
-# the layer's dtype, in another, and under autocast.
+# Operators that one of peft's adapters adds to a linear layer: with adapters in the layer's dtype, in another dtype,
+# and under autocast. Dropout adds one more in each pass.
 ADAPTER = {"plain": Operators(4, 6, 6, 14), "cast": Operators(6, 6, 9, 14),
            "autocast": Operators(51 / 7, 6, 66 / 7, 14)}  # fmt: skip
 ADAPTER_AGAIN = {
@@ -138,33 +144,35 @@ ADAPTER_AGAIN = {
     "selective": {"plain": Operators(12 / 7, 8, 0, 8), "cast": Operators(25 / 7, 8, 0, 8),
                   "autocast": Operators(5, 8, 0, 8)},
 }  # fmt: skip
-# Packed weights are unpacked by an operator of their own before each product, and nothing transposes them.
+# One operator unpacks packed weights before each matmul, and no view transposes them.
 UNPACKED, UNPACKED_AGAIN = Operators(1, -1, 1, -1), Operators(0, -2, 1, 1)
-# And before that with `double_quant` its scales, to which their mean is added (bitsandbytes/functional.py,
+# With `double_quant`, the scales are unpacked before that, and their mean is added (bitsandbytes/functional.py,
 # dequantize_4bit).
 UNPACKED_SCALES, UNPACKED_SCALES_AGAIN = Operators(2, 0, 2, 0), Operators(0, 0, 2, 0)
-# GPTQ's are unpacked by four operators for the zeros and five for the weight, forward and where it is recomputed
-# (formulas/gptq.py), and a bias is added by one more; under autocast what was multiplied is cast to the input's dtype,
-# and its gradient back.
+# GPTQ's weights are unpacked by four operators for the zeros and five for the weight, in the forward pass and in its
+# recomputation (formulas/gptq.py). A bias is added by one more. Under autocast, the result of the matmul is cast to the
+# input's dtype, and its gradient back.
 GPTQ, GPTQ_BIAS, GPTQ_AUTOCAST = Operators(9, 9, 0, 0), Operators(1, 0, 0, 0), Operators(1, 0, 1, 0)
 ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
-# Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
-# and DTensor under tensor parallelism (benchmarks/time/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
+# Seconds of Python in a block in addition to its operators, forward and backward: FSDP2's hooks, which gather and free
+# weights, and DTensor under tensor parallelism (benchmarks/time/block_host.py, torch 2.13, one thread of a Xeon,
+# 2026-11-25).
 FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
-# And nanotron's column- and row-parallel layers, autograd functions in Python that call torch.distributed. With one
-# sequence of 4,096 tokens on healthy nodes, layers of 1B and 3B models at TP 4 and 8, and of 8B at TP 8, took alike: in
-# 31 jobs at least 4.35 to 4.56 ms, at the median 4.5 to 4.9 (benchmarks/time/ultrascale.csv). A block's operators take
-# 3.0.
+# The same for nanotron's column- and row-parallel layers, autograd functions in Python that call torch.distributed.
+# With one sequence of 4,096 tokens on healthy nodes, layers of 1B and 3B models at TP 4 and 8, and of 8B at TP 8, took
+# about equally long: in 31 jobs at least 4.35 to 4.56 ms, with medians of 4.5 to 4.9 (benchmarks/time/ultrascale.csv).
+# A block's operators account for 3.0.
 TENSOR_PARALLEL = {"nanotron": 1.5e-3}
-# And torch.utils.checkpoint in one that is computed again: the states of generators and of autocast, and hooks for each
-# tensor. 0.7 to 1.0 ms on that CPU (benchmarks/time/block_host.py, 2026-11-26); on an H200's host blocks took 1.0 to
-# 1.5 ms longer than their operators (llmlab/archive/h200). Between them:
+# The same for torch.utils.checkpoint in a recomputed block: it saves and restores the states of random generators and
+# of autocast, and has hooks for each tensor. They took 0.7 to 1.0 ms on that CPU (benchmarks/time/block_host.py,
+# 2026-11-26). On an H200's host, blocks took 1.0 to 1.5 ms longer than their operators (llmlab/archive/h200). This
+# value lies between the two:
 CHECKPOINT = 1.1e-3
 
 
 def operators(spec: ModelSpec, run: Training) -> Operators:
-    """Return the operators of a block in a micro-batch, adapters' left out."""
+    """Return the operators of a block in a micro-batch, without those of adapters."""
     norm = "fused-norm" if run.kernels == "fused-norm" else spec.norm
     norms = spec.norms_per_layer - 2 + 2 * spec.qk_norm if norm == "rmsnorm" else 0
     written = (run.attention == "eager") * (2 if spec.kv_heads < spec.heads else 1)
@@ -179,9 +187,12 @@ def _operators(
     norm: str, stack: str, zero: int, checkpointing: str | None, share: float, precision: str, norms: int, written: int,
     frozen: bool,
 ) -> Operators:  # fmt: skip
-    """`share`: of the blocks, that is computed again; less than all in the stacks that are in `OWN` alone. `precision`:
-    "mixed", "autocast" or "". `norms`: more than two. `written`: 0 where no scores are written out, 2 where keys are
-    repeated before."""
+    """Return the operators of a block, from its cacheable settings.
+
+    `share`: the fraction of blocks that is recomputed, which is less than 1 only for the stacks in `OWN`. `precision`:
+    "mixed", "autocast" or "". `norms`: how many there are beyond two. `written`: 0 if no scores are stored, 1 if they
+    are, 2 if keys are also repeated.
+    """
     if stack in OWN:
         once, again = OWN[stack]
         return once.plus(again[checkpointing].times(share)) if checkpointing else once
@@ -203,7 +214,8 @@ def _operators(
 
 @lru_cache(maxsize=256)
 def started(spec: ModelSpec, run: Training) -> Operators:
-    """Return the operators of all blocks in a micro-batch, adapters' with them; and of Megatron-LM's other ones."""
+    """Return the operators of all blocks in a micro-batch, including those of adapters, and of everything else in a
+    Megatron-LM micro-batch."""
     total = operators(spec, run).times(spec.layers)
     if ends := ENDS.get(stack_of(run).name):
         total = total.plus(ends)
@@ -225,7 +237,7 @@ def started(spec: ModelSpec, run: Training) -> Operators:
 
 
 def _gptq(spec: ModelSpec, run: Training) -> Operators:
-    """Return the operators that GPTQ's layers have more than others."""
+    """Return the operators that GPTQ's layers have in addition to those of other linear layers."""
     per_linear = GPTQ.plus(GPTQ_AUTOCAST) if run.precision.startswith("autocast") else GPTQ
     biased = sum(linear.count for linear in spec.block_linears if linear.bias)
     total = per_linear.times(sum(linear.count for linear in spec.block_linears)).plus(GPTQ_BIAS.times(biased))
@@ -233,22 +245,23 @@ def _gptq(spec: ModelSpec, run: Training) -> Operators:
 
 
 def adapter(run: Training) -> Operators:
-    """Return the operators that a linear layer has more for its adapter, dropout's left out."""
+    """Return the operators that an adapter adds to a linear layer, without dropout."""
     own = adapter_bytes(run) == PRECISION[run.precision].weights
     kind = "autocast" if run.precision.startswith("autocast") else "plain" if own else "cast"
     return ADAPTER[kind].plus(ADAPTER_AGAIN[run.checkpointing][kind]) if run.checkpointing else ADAPTER[kind]
 
 
 def summed(spec: ModelSpec, run: Training) -> float:
-    """Return the gradients that a step adds to those of earlier micro-batches, an operator each; DeepSpeed and
-    Megatron-LM have buffers of their own."""
+    """Return the number of gradients that a step adds to those of earlier micro-batches, with one operator each. It is
+    0 for stacks with their own buffers (DeepSpeed and Megatron-LM)."""
     return 0.0 if stack_of(run).own_sums else (run.accumulation - 1) / run.pp * trained(spec, run)
 
 
 @lru_cache(maxsize=256)
 def small_kernels(spec: ModelSpec, run: Training) -> float:
-    """Return the kernels of a step on one device that are no products: each takes its start besides what it moves. None
-    where Liger has made few of them; and of Megatron-LM's layers `MEGATRON` counts no kernels."""
+    """Return the number of a step's kernels on one device that are not matmuls. Each needs time to start in addition to
+    the time for its bytes. It is 0 with Liger, which leaves few of them, and for Megatron-LM, because `MEGATRON` counts
+    time, not kernels."""
     if run.kernels == "liger" or stack_of(run).own_kernels:
         return 0.0
     if run.compile:
@@ -259,8 +272,8 @@ def small_kernels(spec: ModelSpec, run: Training) -> float:
 
 
 def written(spec: ModelSpec, run: Training) -> float:
-    """Return the kernels that Inductor writes for a block in a micro-batch. Recomputation casts weights again; the rest
-    of it goes into the kernels of backward, but for one or two."""
+    """Return the number of kernels that Inductor generates for a block in a micro-batch. Recomputation casts weights
+    again; all but one or two of its other operators are fused into kernels of the backward pass."""
     kernels = float(sum(WRITTEN[spec.norm]))
     if run.precision.startswith("autocast"):
         casts, casts_back = WRITTEN_CASTS[spec.norm]
@@ -269,40 +282,41 @@ def written(spec: ModelSpec, run: Training) -> float:
 
 
 def parameters(spec: ModelSpec) -> float:
-    """Return the tensors of parameters: blocks', embedding, last norm and head."""
+    """Return the number of parameter tensors: those of blocks, embedding, last norm and head."""
     hooks = hook_modules(spec)
     return spec.layers * (hooks.whole + hooks.gathered) + (2 if spec.tied else 3)
 
 
 def trained(spec: ModelSpec, run: Training) -> float:
-    """Return the tensors that have a gradient."""
+    """Return the number of tensors that have a gradient."""
     return 2 * sum(linear.count for linear in adapted(spec, run)) if run.lora else parameters(spec)
 
 
 def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds the CPU takes for one device's update, tensor by tensor, and for what else a step of
-    Megatron-LM or DeepSpeed has beside its passes."""
+    """Return the CPU seconds of one device's update, tensor by tensor, and for Megatron-LM or DeepSpeed of everything
+    else that a step does outside its passes."""
     tensors, own = trained(spec, run), UPDATES.get(stack_of(run).name)
     count = own(spec, run, tensors) if own else UPDATED * tensors / run.pp
     return count * HERE * hook_spread(host)
 
 
 def compiled_kernels(spec: ModelSpec, run: Training) -> float:
-    """Return the kernels that compiled blocks start in a micro-batch: products, attention, and what Inductor writes."""
+    """Return the number of kernels that compiled blocks launch in a micro-batch: matmuls, attention, and those that
+    Inductor generates."""
     attention = 2 + whole_again(spec, run)
     return _multiplied(spec, run) + spec.layers * (attention + written(spec, run))
 
 
 def _multiplied(spec: ModelSpec, run: Training) -> int:
-    """Return the products of all blocks in a micro-batch."""
+    """Return the number of matmuls of all blocks in a micro-batch."""
     return sum(one.forward + one.again + one.input_gradient + one.weight_gradient for one in products(spec, run)
                if one.part in ("attention", "mlp", "adapters"))  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, or the
-    kernels of compiled blocks, and for hooks between them; none where one CUDA graph has them all."""
+    """Return the CPU seconds for launching the operators of one device's forward and backward passes, or the kernels of
+    compiled blocks, and for the hooks between them. They are 0 if one CUDA graph contains all passes."""
     if stack_of(run).cuda_graph_impl:
         return 0.0
     adding = summed(spec, run) * host.dispatch * host.backward_dispatch
@@ -326,8 +340,8 @@ def generation_host_seconds(spec: ModelSpec, host: Efficiency) -> float:
 
 @lru_cache(maxsize=256)
 def hook_modules(spec: ModelSpec) -> Hooks:
-    """Return a block's modules that run, and how many parameters, of these, stay whole and are gathered: norms' and
-    biases, and matrices, where the threshold is DeepSpeed's (stage3_param_persistence_threshold)."""
+    """Return the number of a block's modules, of their parameters that stay whole (norms and biases), and of those that
+    are gathered (matrices), with DeepSpeed's own threshold (stage3_param_persistence_threshold)."""
     blocks = [linear for linear in spec.linears if linear.part != "head"]
     matrices = sum(linear.count for linear in blocks) / spec.layers
     biases = sum(linear.count for linear in blocks if linear.bias) / spec.layers
@@ -337,19 +351,20 @@ def hook_modules(spec: ModelSpec) -> Hooks:
 
 
 def hook_spread(host: Efficiency) -> float:
-    """Return by what factor the seconds of hooks may be less, or more, than `hook_seconds`.
+    """Return the factor by which the seconds of hooks may be below, or above, `hook_seconds`.
 
-    They start few kernels, and `host` takes longer for an operator than the CPU on which they were timed beside one,
-    because it launches a kernel, and because it is slower; nobody has said by how much it is which. It takes from as
-    many seconds as that CPU to as many operators'.
+    Hooks launch few kernels. An operator takes longer on `host` than on the CPU of the benchmark, because it launches a
+    kernel, and because `host` is slower. No measurement separates the two reasons. So the hooks take at least as many
+    seconds as on that CPU, and at most as long as the same number of operators on `host`.
     """
     return sqrt(host.dispatch / HERE)
 
 
 @lru_cache(maxsize=256)
 def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds of DeepSpeed's hooks in a step, which it has at ZeRO-3, and of what a compiled graph does for
-    each parameter: the middle, in logarithms, of what `hook_spread` says. Recomputation runs forward's hooks again."""
+    """Return the seconds of DeepSpeed's hooks in a step with ZeRO-3, or of a compiled graph's work for each parameter:
+    the geometric mean of the limits that `hook_spread` explains. Recomputation runs the hooks of the forward pass
+    again."""
     if run.compile:
         count = GUARDED * parameters(spec) + RETURNED * trained(spec, run)
         return run.accumulation / run.pp * count * HERE * hook_spread(host)
@@ -362,9 +377,11 @@ def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
 
 
 def python_seconds(spec: ModelSpec, run: Training) -> float:
-    """Return the seconds that checkpointing, FSDP2 and DTensor take the CPU in the passes of one device's blocks.
-    DTensor finds out for every operator how its tensors are laid out and what must be sent, a compiler once; stacks
-    that divide layers themselves, as Megatron-LM does, have none."""
+    """Return the CPU seconds of checkpointing, FSDP2 and DTensor in the passes of one device's blocks.
+
+    For every operator, DTensor derives the layout of its tensors and the necessary communication; a compiler does this
+    only once. Stacks that divide layers themselves, for example Megatron-LM, do not need DTensor.
+    """
     if run.compile:
         return 0.0
     again = share_again(spec, run)

@@ -30,7 +30,7 @@ from .flops import flops
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes that one GPU and its host exchange in a step, and that the update moves in the host's memory."""
+    """Bytes that one GPU and its host exchange in a step, and bytes that the update moves in the host's memory."""
 
     down: int  # gradients
     up: int  # weights
@@ -41,7 +41,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class OffloadedStep:
-    """Seconds of a step: what the GPU does, and what it waits for. `down`, `up`, `adam`, `drive`: all of it, whether
+    """Seconds of a step: of the GPU's passes, and of the whole step. `down`, `up`, `adam`, `drive`: all of it, whether
     hidden or not."""
 
     forward: float
@@ -58,16 +58,17 @@ class OffloadedStep:
 
     @property
     def waiting(self) -> float:
-        """Seconds that the GPU neither runs forward nor backward."""
+        """Seconds in which the GPU runs neither a forward nor a backward pass."""
         return self.seconds - self.compute
 
 
 def crossing(spec: ModelSpec, run: Training) -> Crossing:
-    """Return what one GPU of `run` sends to its host and receives in one optimizer step, and what the host updates.
+    """Return the bytes that one GPU of `run` and its host exchange in one optimizer step, and the size of the host's
+    update.
 
-    A rank moves the gradients and weights that it steps (ZeRO-Offload, section 4.2): 1/N with ZeRO, all without.
-    Offloaded parameters come up as the host keeps them, quantized ones packed: its own shard, which ranks then gather
-    from one another (data_parallel.py).
+    A rank moves the gradients and weights that it updates (ZeRO-Offload, section 4.2): 1/N with ZeRO, all of them
+    without. Offloaded parameters are copied to the GPU in the host's format, quantized ones packed. Each GPU receives
+    its own shard, and ranks then gather the shards from one another (data_parallel.py).
     """
     b, sizes = PRECISION[run.precision], states(spec, run)
     stepped = sizes.trained
@@ -86,15 +87,16 @@ def crossing(spec: ModelSpec, run: Training) -> Crossing:
 
 
 def _update_bytes(weight: int, stepped: int, state: int) -> int:
-    """Return what the update reads (gradients, master copy, states) and writes (the last two, and the weights that go
-    up, where their `weight` bytes are less than fp32's)."""
+    """Return the bytes that the update reads (gradients, master copy, states) and writes (master copy, states, and the
+    weights for the GPU if they have fewer bytes than fp32)."""
     return (4 + (weight if weight < 4 else 0)) * stepped + 2 * state
 
 
 def adam_seconds(moved: float, host: Host, gpus: int | None = None) -> float:
-    """Return the seconds in which the host's CPUs move `moved` bytes for Adam, for one of `gpus` GPUs that share it.
+    """Return the seconds in which the host's CPUs move `moved` bytes for Adam, for one of the `gpus` GPUs that share
+    the host.
 
-    `gpus` None: all that are in it.
+    `gpus` None: all GPUs of the host.
     """
     return moved / (host.bandwidth * adam_share() / (gpus or host.gpus))
 
@@ -109,12 +111,12 @@ def offloaded_step(
     drive: Drive | None = None,
     pinned: bool = True,
 ) -> OffloadedStep:
-    """Return the step of a run with offload, whose passes alone take `computed` s (`step.passes`).
+    """Return the step of a run with offload, if its passes alone take `computed` seconds (`step.passes`).
 
-    `host` None is the one the card is sold with; `gpus` GPUs share it (None: all it has). With a `drive` the states are
-    there, read and written one after the other, as DeepSpeed does by default (pipeline_read and pipeline_write off).
-    Not `pinned`, copies are slower and hide behind nothing: the CPU that makes them also starts the kernels. Raises
-    NotAvailable where the tables have no host or no PCIe of the card.
+    `host` None is the host that the GPU is sold with; `gpus` GPUs share it (None: all of them). With a `drive`, the
+    states are stored there, and read and written sequentially, as DeepSpeed does by default (pipeline_read and
+    pipeline_write off). If memory is not `pinned`, copies are slower and hide behind nothing, because the CPU that
+    copies also launches the kernels. Raises NotAvailable if the tables contain no host or no PCIe for the GPU.
     """
     host = host or host_of(card)
     counted = flops(spec, run, card)
@@ -134,9 +136,9 @@ def offloaded_step(
 
 
 class Waiting(NamedTuple):
-    """Seconds that a GPU neither runs forward nor backward: `seconds` where its usual `host` is full of such GPUs;
-    `least` where there are no others in it, or in the table's host with most memory bandwidth for a GPU, and `most` in
-    that with least."""
+    """Seconds in which a GPU runs neither a forward nor a backward pass: `seconds` if its usual `host` is full of such
+    GPUs; `least` if it is alone in it, or in the host with the most memory bandwidth per GPU of the table, and `most`
+    in the host with the least."""
 
     seconds: float
     least: float
@@ -145,8 +147,8 @@ class Waiting(NamedTuple):
 
 
 def waiting(spec: ModelSpec, run: Training, card: GPU, computed: float) -> Waiting:
-    """Return what a step with offload waits, whose passes alone take `computed` s. Raises NotAvailable for a card whose
-    link to its host is not in the table."""
+    """Return the seconds that the GPU waits in a step with offload, if its passes alone take `computed` seconds. Raises
+    NotAvailable for a GPU whose link to its host is not in the table."""
     host, used = usual_host(card), min(run.world_size, card.node_gpus)
     gpus = max(host.gpus, used)
     own, others = host.bandwidth / gpus, [host_.share for host_ in hosts().values()]
@@ -157,14 +159,15 @@ def waiting(spec: ModelSpec, run: Training, card: GPU, computed: float) -> Waiti
     return Waiting(seconds(own), seconds(max(host.bandwidth / used, *others)), seconds(min(own, *others)), host)
 
 
-Work = tuple[str, float, float, str]  # the lane, when it starts and ends in seconds, and the kind of work
+Work = tuple[str, float, float, str]  # the lane, the start and the end in seconds, and the kind of work
 
 
 def schedule(step: OffloadedStep, buckets: int = 8, steps: int = 1, delayed: bool = False) -> list[Work]:
-    """Return what runs where and when in `steps` steps with offload="optimizer", with gradients in `buckets` buckets.
+    """Return when and on which lane all work of `steps` steps with offload="optimizer" runs, with gradients in
+    `buckets` buckets.
 
-    The update starts when the last gradient has arrived, because clipping needs the norm of all of them. The weights
-    of a bucket are copied while the CPU updates the next one. With `delayed`, the update runs during the passes of the
+    The update starts when the last gradient has arrived, because clipping needs the norm of all of them. The weights of
+    a bucket are copied while the CPU updates the next one. With `delayed`, the update runs during the passes of the
     next step, and its weights are copied between two steps: each gradient is applied one step late.
     """
     works: list[Work] = []
@@ -197,19 +200,22 @@ def schedule(step: OffloadedStep, buckets: int = 8, steps: int = 1, delayed: boo
 
 
 def tokens_to_hide(card: GPU, rate: float, precision: str = "mixed-bf16", recompute: bool = False) -> float:
-    """Return the tokens per micro-batch from which the copies of the gradients hide behind the backward pass.
+    """Return the least number of tokens per micro-batch with which the copies of the gradients hide behind the backward
+    pass.
 
     The backward pass computes 4 FLOP per parameter and token (6 with recomputation) at `rate` FLOP/s, and 2 bytes per
-    parameter cross PCIe. The number of parameters cancels. Attention and the loss compute more, and lower the bound.
+    parameter cross PCIe. The number of parameters cancels. Attention and the loss compute more, which lowers the bound.
     """
     return PRECISION[precision].gradients / to_host(card) * rate / (6 if recompute else 4)
 
 
 def tokens_to_hide_update(card: GPU, rate: float, share: float = 0.1, gpus: int | None = None) -> float:
-    """Return the tokens per GPU and *step* from which the update on the host takes at most `share` of the passes.
+    """Return the least number of tokens per GPU and *step* with which the update on the host takes at most `share` of
+    the time of the passes.
 
     The passes compute 6 FLOP per parameter and token, and Adam moves 30 bytes per parameter in mixed precision. The
-    number of parameters cancels again. `gpus` GPUs share the host, each with a model of its own (None: all it has).
+    number of parameters cancels again. `gpus` GPUs share the host, each with its own model (None: all GPUs of the
+    host).
     """
     moved = _update_bytes(PRECISION["mixed-bf16"].weights, stepped=1, state=4 + state_bytes("adamw", 4, 1, 0))
     return adam_seconds(moved, host_of(card), gpus) * rate / 6 / share

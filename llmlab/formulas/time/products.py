@@ -1,8 +1,8 @@
-"""The products of a training step: which matrices are multiplied, and how often, forward and backward.
+"""The matmuls of a training step: the sizes of the matrices, and how often each is computed, forward and backward.
 
-One enumeration for two uses: `flops` counts their FLOP, `step` looks up how long each takes. A linear layer from k to n
-features, with m rows of input, multiplies three times: forward (m, k) · (k, n); backward the input's gradient,
-(m, n) · (n, k), and the weight's, (n, m) · (m, k).
+Other modules use this list: `flops` counts its FLOP, and `step` looks up the time of each matmul. A linear layer from
+k to n features with m rows of input computes three matmuls: (m, k) · (k, n) in the forward pass, and in the backward
+pass (m, n) · (n, k) for the gradient of the input and (n, m) · (m, k) for that of the weight.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..again import module_again, wholly_recomputed_blocks
 from ..memory.methods import others, value_run
 from ..memory.share import adapter_bytes, by_bitsandbytes
 
-# Every second product of a block is not kept by torchtitan's "selective_op", in the order in which it runs them: wq,
-# wk, wv, wo, w1, w3, w2 (torchtitan/distributed/activation_checkpoint.py).
+# torchtitan's "selective_op" does not save every second matmul of a block, in the order in which they run: wq, wk, wv,
+# wo, w1, w3, w2 (torchtitan/distributed/activation_checkpoint.py).
 SECOND = ("k_proj", "o_proj", "up_proj")
 
 
 class Product(NamedTuple):
-    """A linear layer's products per micro-batch, of the whole model: how often each of the three is computed.
+    """The matmuls of a linear layer per micro-batch, in the whole model: how often each of the three is computed.
 
-    `copies`: rows of input per token: a token goes to several experts. `again`: what checkpointing computes a second
-    time. `cut`: what tensor parallelism divides.
+    `copies`: rows of input per token, because a token goes to several experts. `again`: how many matmuls checkpointing
+    recomputes. `cut`: the dimension that tensor parallelism divides.
     """
 
     part: str
@@ -42,14 +42,14 @@ class Product(NamedTuple):
     cut: Literal["inputs", "outputs", ""] = ""
 
     def flops(self, tokens: int) -> tuple[int, int, int]:
-        """Return the FLOP for `tokens` tokens: forward, backward, and computed again."""
+        """Return the FLOP for `tokens` tokens: forward, backward, and recomputation."""
         once = 2 * tokens * self.copies * self.inputs * self.outputs
         return once * self.forward, once * (self.input_gradient + self.weight_gradient), once * self.again
 
 
 @lru_cache(maxsize=256)
 def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
-    """Return every product with weights: linear layers, adapters, router and experts."""
+    """Return every matmul with weights: linear layers, adapters, router and experts."""
     first = gradients_of_first_block(spec, run)
     linears = spec.block_linears if run.num_labels else spec.linears  # a classifier's head reads one token
     matmuls = [matmul for linear in linears for matmul in _linear(spec, run, linear, first)]
@@ -68,15 +68,16 @@ def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
 
 
 def _linear(spec: ModelSpec, run: Training, linear: Linear, first: dict[str, bool]) -> Iterator[Product]:
-    """Yield a linear layer's products: in backward the gradient of its input, where something before it is trained, and
-    that of its weight, where it is trained; and those of its adapter."""
+    """Yield a linear layer's matmuls and those of its adapter. The backward pass computes the gradient of its input if
+    something before the layer is trained, and the gradient of its weight if the weight is trained."""
     count, lora = linear.count, run.lora
     reached = count - (not first.get(f"{linear.part} {linear.name}", True))
     again = _recomputed(spec, run, linear) if run.checkpointing else 0
     cut: Literal["inputs", "outputs"] = "inputs" if linear.name in ROW_PARALLEL else "outputs"
     yield Product(linear.part, linear.inputs, linear.outputs, count, reached, 0 if lora else count, again, cut=cut)
     if lora is not None and linear.name in lora.targets:
-        # Of the block's last product only the input is needed again; with an adapter that is the adapter's upper half.
+        # Recomputation needs only the input of the block's last matmul. With an adapter, the last matmul is the upper
+        # half of the adapter.
         down = count if run.checkpointing == "full" else 0
         up = 0 if is_last(spec, linear) else down
         yield Product("adapters", linear.inputs, lora.rank, count, reached, count, down)
@@ -84,7 +85,8 @@ def _linear(spec: ModelSpec, run: Training, linear: Linear, first: dict[str, boo
 
 
 def _experts(spec: ModelSpec, run: Training) -> Iterator[Product]:
-    """Yield the routed experts' products: every token goes through experts_per_token of them, and the router."""
+    """Yield the matmuls of the router, which sees every token, and of the experts, experts_per_token of them per
+    token."""
     if not spec.experts:
         return
     layers, trained = spec.moe_layers, 0 if run.lora else spec.moe_layers
@@ -96,12 +98,13 @@ def _experts(spec: ModelSpec, run: Training) -> Iterator[Product]:
 
 
 def gradients_of_first_block(spec: ModelSpec, run: Training) -> dict[str, bool]:
-    """Return, for each layer of the first block, whether its input has a gradient: frozen embeddings have none, and
-    before the first adapter nothing needs one. Empty where all do. "scores" says which of q, k and v have one."""
+    """Return, for each layer of the first block, whether its input has a gradient: frozen embeddings have none, and no
+    layer before the first adapter needs one. The result is empty if all inputs have one. "scores q", "scores k" and
+    "scores v" say whether queries, keys and values have a gradient."""
     if run.lora is None or run.checkpointing is not None:
         return {}
     targets, has_gradient = run.lora.targets, {}
-    through = {"attention": False, "mlp": False}  # whether a gradient reaches what the part has made so far
+    through = {"attention": False, "mlp": False}  # whether the part's tensors so far need a gradient
     residual = False
     order = [linear for linear in spec.linears if linear.part in through]
     later = {"q_b_proj": "q_a_proj", "kv_b_proj": "kv_a_proj_with_mqa"}
@@ -125,24 +128,25 @@ def gradients_of_first_block(spec: ModelSpec, run: Training) -> dict[str, bool]:
 
 
 def multiplied_wide(run: Training) -> bool:
-    """Whether adapters are multiplied in fp32, in which peft keeps them: autocast, and the engines that hold an fp32
-    copy of all, multiply them in half."""
+    """Whether adapters are multiplied in fp32, the dtype in which peft stores them. Autocast, and engines with an fp32
+    copy of all weights, multiply them in 16 bits."""
     return run.precision in ("fp32", "fp16", "bf16") and adapter_bytes(run) == 4
 
 
 def is_last(spec: ModelSpec, linear: Linear) -> bool:
-    """Whether the layer's output is the block's: nothing saves it, so checkpointing stops before it (early stop)."""
+    """Whether the layer's output is the output of its block. Nothing saves this output, so recomputation stops before
+    the layer (early stop)."""
     ends = spec.norms_per_layer == 2 and not spec.dropout
     mlp_end = linear.name == "down_proj" or (linear.name == "c_proj" and linear.part == "mlp")
     return ends and mlp_end and not (spec.experts and spec.dense_layers == 0)
 
 
 def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
-    """Return how many of a linear layer's products checkpointing computes again."""
+    """Return how many of a linear layer's matmuls checkpointing computes again."""
     if linear.part == "head":
         return 0
     stack = stack_of(run)
-    if stack.recomputes_one_in or stack.recompute_modules:  # each to its end
+    if stack.recomputes_one_in or stack.recompute_modules:  # these recompute blocks or modules to their end
         if linear.part == "mlp" and module_again(run, "mlp"):
             return linear.count
         return linear.count * wholly_recomputed_blocks(spec, run) // spec.layers

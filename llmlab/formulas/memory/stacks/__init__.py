@@ -1,1 +1,1 @@
-"""Other stacks' blocks as data: what each operator of theirs keeps, to lay beside their source."""
+"""Other stacks' blocks as data: the tensors that each of their operators saves, to compare with their source."""

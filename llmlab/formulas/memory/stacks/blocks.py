@@ -1,4 +1,4 @@
-"""Which description is that of a run's block."""
+"""The description of a run's block, by stack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DESCRIPTIONS = {
 
 
 def block_of(share: Share) -> Block | None:
-    """Return the description of the run's stack; None for Hugging Face's classes, which DeepSpeed trains too, and whose
-    description is code."""
+    """Return the description of the block of the run's stack. It is None for Hugging Face's classes, which DeepSpeed
+    trains, too, because code describes these (activations.py)."""
     described = DESCRIPTIONS.get(stack_of(share.run).name)
     return described(share) if described else None

@@ -1,4 +1,4 @@
-"""LitGPT's Llama block, tensor by tensor, as its release 0.5.13 has it, trained whole or by LoRA."""
+"""LitGPT's Llama block, tensor by tensor, in its release 0.5.13, trained whole or by LoRA."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def block(share: Share) -> Block:
     saved = (
         *_norm("norm_1", trained),
         *read(share, "qkv: its input", "linear inputs", "h", "q_proj", "k_proj", "v_proj", calls=1),
-        # lora.py, zero_pad: where not all three are adapted, what is copied into zeros stays.
+        # lora.py, zero_pad: if not all three layers have adapters, the tensors that are copied into zeros stay.
         Kept("zero_pad: q", "adapters", "Q", "product", "heads", "q_proj" in padded),
         Kept("zero_pad: k and v", "adapters", "K", "product", "heads", len(padded - {"q_proj"})),
         Kept("attention: q, rotated", "q, k, v", "Q", "product", "heads"),
-        # Keys and values are copied to all heads; else the values are a view, and qkv's whole output stays.
+        # Grouped keys and values are copied to all heads. Otherwise the values are a view, so all of qkv's output
+        # stays.
         Kept("attention: k of all heads", "q, k, v", "Q" if grouped else "K", "product", "heads"),
         Kept("attention: v of all heads", "q, k, v", "Q", "product", "heads", 1 if grouped else 3),
         Kept("attention: output", "attention output", "Q", "product", "heads"),
@@ -40,7 +41,7 @@ def block(share: Share) -> Block:
         Kept("lora_B: its input", "adapters", "1", "product", "heads", run.lora.rank * len(names) if run.lora else 0),
     )  # fmt: skip
     stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
-    # Checkpointing keeps what the block was given, norm_1 a cast of it.
+    # Checkpointing saves the block's input, and norm_1 saves a cast of it.
     around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
     mlp = tuple(row.operator for row in saved if row.kind == "mlp")
     norm = tuple(row.operator for row in saved if row.operator.startswith(("norm_2", "fc_1, fc_2")))
@@ -68,7 +69,7 @@ def _of(name: str, width: str, times: float = 1) -> Kept:
 
 
 def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
-    """RMSNorm computes in fp32, and casts what it returns."""
+    """Return the lines of RMSNorm, which computes in fp32 and casts its output."""
     return (
         Kept(f"{name}: its input, cast", "norms", "h", "fp32", "tokens"),
         Kept(f"{name}: 1/rms", "norms", "1", "fp32", "tokens"),
@@ -77,10 +78,14 @@ def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
 
 
 def _loss(share: Share) -> Loss:
-    """Fabric casts the logits to fp32, which fit() keeps a name of; cross entropy keeps its result by chunks, and of
-    several sequences the slice without their last positions is a copy (litgpt/utils.py, chunked_cross_entropy). Its
-    backward makes gradients by chunks, and joins them, but where the head made chunks."""
-    # The last micro-batch's cast logits have their name until these have one, half ones and their cast.
+    """Return the copies of the logits.
+
+    Fabric casts the logits to fp32, and a variable of fit() refers to the cast. Cross entropy saves its result by
+    chunks. With several sequences, the slice without their last positions is a copy (litgpt/utils.py,
+    chunked_cross_entropy). Its backward pass computes gradients by chunks and concatenates them, unless the head
+    computed chunks.
+    """
+    # The variable refers to the previous micro-batch's fp32 logits until it refers to these, in 16 bits and cast.
     before = 2.5 if share.backward_passes_done else 0.0
     if share.run.lora:
         part = min(1, CHUNK / share.run.seq_len)

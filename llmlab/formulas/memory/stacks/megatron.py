@@ -1,6 +1,6 @@
-"""Megatron-LM's GPT block, tensor by tensor, as megatron-core 0.16 has it, with Transformer Engine's layers or its own.
+"""Megatron-LM's GPT block, tensor by tensor, in megatron-core 0.16, with Transformer Engine's layers or its own.
 
-The lines lie beside megatron/core/transformer/transformer_layer.py as the layer runs; comments name the other files, of
+The lines follow megatron/core/transformer/transformer_layer.py in the order of execution; comments name other files, of
 megatron/core or of Transformer Engine (TE). With biases and dropout they add up to Korthikanti et al.'s 34sbh + 5as²b
 (arXiv 2205.05198).
 """
@@ -15,14 +15,14 @@ from ..float8 import ACTIVATION
 from ..share import Share, adapted
 from .described import Block, Cut, Height, Kept, Loss
 
-# By module of --recompute-modules: the kind of what it makes again.
+# By module of --recompute-modules: the kind of tensors that it recomputes.
 MODULES = {"core_attn": "scores", "mlp": "mlp"}
 
-# By --cross-entropy-fusion-impl. tensor_parallel/cross_entropy.py: softmax is computed in the place of the logits' fp32
-# copy, and from that their gradient, which autograd casts to half; nobody keeps the logits. Its functions compiled one
-# by one (fusions/fused_cross_entropy.py) write into what they were given only as they end: Inductor has another fp32
-# copy as it takes exp, and as it scatters into the gradient. TE (v2.8, pytorch/triton/cross_entropy.py) writes the
-# gradient over the logits.
+# By --cross-entropy-fusion-impl. tensor_parallel/cross_entropy.py: softmax overwrites the logits' fp32 copy, and the
+# gradient overwrites softmax. Autograd casts the gradient to 16 bits, and nothing refers to the logits. If the
+# functions are compiled one by one (fusions/fused_cross_entropy.py), they write into their inputs only at the end:
+# Inductor allocates another fp32 copy for exp, and for the scatter into the gradient. TE (v2.8,
+# pytorch/triton/cross_entropy.py) writes the gradient over the logits.
 LOSSES: dict[str | None, Loss] = {
     None: Loss(forward=(1, 1), gradient=(1, 1), head=(1, 0), after=(0, 0)),
     "native": Loss(forward=(1, 2), gradient=(1, 2), head=(1, 0), after=(0, 0)),
@@ -37,14 +37,15 @@ def block(share: Share) -> Block:
     return Block(
         source="https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/transformer_layer.py",
         saved=rows,
-        # The block's input is among them.
+        # They include the block's input.
         selective=tuple(row for row in rows if row.kind not in made_again),
         outside=(
             Kept("final_layernorm: its input", "norms", "h", "product", "tokens"),
             Kept("output_layer: its input", "linear inputs", "h", "product", "tokens", share.run.lora is None),
         ),
         backward=(Height((), (
-            # What each expert returned, and all that together; of experts on several ranks also what was sent and came.
+            # The output of each expert, and all of them concatenated; with experts on several ranks, also the tensors
+            # that were sent and received.
             Kept("experts: on their way", "temporaries", "h", "product", "tokens",
                  routed(share) * (4 if share.run.ep > 1 else 2))
             if share.spec.experts else
@@ -55,21 +56,21 @@ def block(share: Share) -> Block:
 
 
 def fused_softmax(share: Share) -> bool:
-    """Whether one kernel computes the softmax of unfused attention: Transformer Engine's, or Apex's, which takes
-    certain shapes (fusions/fused_softmax.py, is_kernel_available)."""
+    """Whether one kernel computes the softmax of unfused attention: Transformer Engine's, or Apex's, which supports
+    only certain shapes (fusions/fused_softmax.py, is_kernel_available)."""
     run, stack = share.run, Megatron.of(share.run)
     shapes = 16 < run.seq_len <= 4096 and run.seq_len % 4 == 0 == run.micro_batch * (share.spec.heads // run.tp) % 4
     return stack.transformer_engine or (stack.apex and stack.masked_softmax_fusion and shapes)
 
 
 def after_attention(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
-    """Return of a block's lines those of what comes after attention's core."""
+    """Return the lines of a block that follow the input of attention's output projection."""
     last = next(number for number, row in enumerate(rows) if row.operator.startswith("linear_proj"))
     return rows[last + 1 :]
 
 
 def _saved(share: Share) -> tuple[Kept, ...]:
-    """Return the tensors that one block keeps for backward, in the order of its operators."""
+    """Return the tensors that one block saves for the backward pass, in the order of its operators."""
     spec = share.spec
     statistics = 2 if spec.norm == "layernorm" else 1  # mean and 1/std, or 1/rms: TE module/layernorm_linear.py
     masks = 1 if spec.dropout else 0  # fusions/fused_bias_dropout.py
@@ -79,7 +80,7 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     storage: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
     once = ACTIVATION[recipe] if recipe else 1
     sent = routed(share)
-    # A frozen layer of TE keeps no input (module/linear.py, backward_needs_input); its adapter does, in half precision.
+    # A frozen layer of TE saves no input (module/linear.py, backward_needs_input); its adapter does, in 16 bits.
     frozen = share.run.lora is not None
     read_by_adapters = {(linear.part, linear.name in ROW_PARALLEL) for linear in adapted(spec, share.run)}
 
@@ -89,21 +90,22 @@ def _saved(share: Share) -> tuple[Kept, ...]:
         return Kept(operator, kind, width, storage, cut, times)
 
     stays = share.run.attention != "eager" or not frozen or ("attention", True) in read_by_adapters
-    # linear_qkv and linear_fc1 keep their rank's part of what sequence parallelism gathers, and backward gathers it
-    # again: tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; TE module/layernorm_linear.py.
+    # linear_qkv and linear_fc1 save only their rank's part of the input that sequence parallelism gathers, and the
+    # backward pass gathers it again: tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; TE
+    # module/layernorm_linear.py.
     return (
         Kept("input_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("input_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
         read("linear_qkv: its input", "linear inputs", "h", "tokens", once, "attention", False),
         *_attention(share),
-        # Fused attention keeps its output too, which in half precision is the same tensor.
+        # Fused attention also saves its output, which in 16 bits is the same tensor.
         Kept("linear_proj: its input", "attention output", "Q", "product", "heads", stays),
         Kept("linear_proj: its input in fp8", "attention output", "Q", "byte", "heads",
              once if recipe and not frozen else 0),
         Kept("self_attn_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
         Kept("pre_mlp_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("pre_mlp_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
-        # With experts, their router's.
+        # With experts, this is the input of their router.
         read("linear_fc1: its input", "linear inputs", "h", "tokens", once, "mlp", False),
         *_routing(share),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
@@ -115,21 +117,21 @@ def _saved(share: Share) -> tuple[Kept, ...]:
 
 
 def routed(share: Share) -> float:
-    """Return how many experts' inputs a rank computes for each of its tokens, the experts equally loaded: with a
-    capacity (--moe-expert-capacity-factor, --moe-pad-expert-input-to-capacity), padding among them; 1 without experts.
-    """
+    """Return how many rows a rank's experts compute for each of its tokens, if the experts are equally loaded. With a
+    capacity (--moe-expert-capacity-factor, --moe-pad-expert-input-to-capacity) this includes padding. It is 1 without
+    experts."""
     stack, spec = Megatron.of(share.run), share.spec
     return spec.experts_per_token * (stack.moe_expert_capacity_factor or 1) if spec.experts else 1
 
 
 def _routing(share: Share) -> tuple[Kept, ...]:
-    """Return what stands between the norm and the experts: transformer/moe/router.py, moe_utils.py, and
-    token_dispatcher.py, by all-to-all."""
+    """Return the lines between the norm and the experts: transformer/moe/router.py, moe_utils.py, and
+    token_dispatcher.py with all-to-all."""
     spec, sent = share.spec, routed(share)
     if not spec.experts:
         return ()
-    # The top experts and their softmax in fp32; for each expert its probability and whether it is chosen; the chosen
-    # tokens' places, twice, and probabilities.
+    # The top experts and their softmax in fp32; for each expert, its probability and whether it is chosen; for each
+    # chosen token, its position, twice, and its probability.
     chosen, places = (8 + 4) * spec.experts_per_token + (2 + 1) * spec.experts, (8 + 8 + 2) * sent
     return (
         Kept("router: who goes where", "router", "1", "byte", "tokens", chosen + places),
@@ -141,10 +143,11 @@ def _attention(share: Share) -> tuple[Kept, ...]:
     spec, run, stack = share.spec, share.run, Megatron.of(share.run)
     grouped, rotated = spec.kv_heads != spec.heads, not spec.learned_positions
     unfused, own = run.attention == "eager", not stack.transformer_engine
-    # TE wants q, k and v as views of the product, or copies of all three (dot_product_attention/utils.py,
-    # get_qkv_layout). Megatron's own attention, unfused, takes views: where queries and keys are rotated, beside the
-    # product, of which the values are; keys and values that several heads share are copied to all. Each layer rotates
-    # by cosines and sines of its own, of queries and of keys (models/common/embeddings/rope_utils.py).
+    # TE needs queries, keys and values as views of the matmul's output, or copies of all three
+    # (dot_product_attention/utils.py, get_qkv_layout). Megatron's own unfused attention accepts views. If queries and
+    # keys are rotated, they are additional tensors, because the values are a view of the matmul's output. Grouped keys
+    # and values are copied to all heads. Each layer has its own cosines and sines, for queries and for keys
+    # (models/common/embeddings/rope_utils.py).
     rows = [
         Kept("core_attention: queries", "q, k, v", "Q", "product", "heads"),
         Kept("core_attention: keys, values", "q, k, v", "Q" if grouped and unfused else "K", "product", "heads", 2),
@@ -156,7 +159,7 @@ def _attention(share: Share) -> tuple[Kept, ...]:
         rows.append(Kept("rotation: cosines, sines", "q, k, v", "D", "product", "whole", 4 / run.micro_batch))
     if not unfused:  # FlashAttention, cuDNN
         return (*rows, Kept("core_attention: log-sum-exp", "attention output", "H", "fp32", "heads"))
-    # transformer/dot_product_attention.py; fusions/fused_softmax.py in half, PyTorch's in fp32
+    # transformer/dot_product_attention.py; fusions/fused_softmax.py in 16 bits, PyTorch's in fp32
     softmax: Literal["product", "fp32"] = "product" if fused_softmax(share) else "fp32"
     rows.append(Kept("core_attention: softmax", "scores", "S", softmax, "heads"))
     if spec.attention_dropout:

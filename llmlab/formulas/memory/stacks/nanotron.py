@@ -1,4 +1,4 @@
-"""nanotron's Llama block, tensor by tensor, as src/nanotron/models/llama.py has it at c252843 (March 2025)."""
+"""nanotron's Llama block, tensor by tensor, in src/nanotron/models/llama.py at c252843 (March 2025)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from ....specs.stacks import Nanotron
 from ..share import Share
 from .described import Block, Cut, Height, Kept, Loss
 
-# parallel/tensor_parallel/functional.py: the logits' fp32 copy and what is shifted, in whose place softmax and then the
-# gradient are computed; autograd casts that to half. forward returns the loss alone.
+# parallel/tensor_parallel/functional.py: the logits' fp32 copy, and the shifted logits, which softmax and then the
+# gradient overwrite. Autograd casts the gradient to 16 bits. forward returns only the loss.
 LOSS = Loss(forward=(0, 2), gradient=(1, 1), head=(1, 0), after=(0, 0))
 
 STREAM = Kept("gradient of the layer's output", "gradients", "h", "stream", "tokens")
@@ -18,8 +18,8 @@ def block(share: Share) -> Block:
     spec, run = share.spec, share.run
     again = Nanotron.of(run).tp_recompute_allgather
     cut: Cut = "tokens" if again else "whole"
-    # Queries are rotated in place, and where heads share no keys they are a view of all that qkv_proj returned; keys
-    # and values are copied before that (CausalSelfAttention.forward; flash_attn/layers/rotary.py).
+    # Queries are rotated in place. Without grouped heads, they are a view of qkv_proj's whole output. Keys and values
+    # are copied before the rotation (CausalSelfAttention.forward; flash_attn/layers/rotary.py).
     queries = 1 if spec.kv_heads != spec.heads else 3
     saved = (
         Kept("input_layernorm: its input", "norms", "h", "stream", "tokens"),  # TritonRMSNorm, of flash-attn
@@ -48,6 +48,6 @@ def block(share: Share) -> Block:
         ),
         backward=(Height(("down_proj: its input",), (STREAM, made), ("down_proj",)),),
         loss=LOSS,
-        # What is gathered lies in one buffer (parallel/utils.py, MemoryBuffer).
+        # Gathered tensors share one buffer (parallel/utils.py, MemoryBuffer).
         table=share.tokens * spec.hidden * share.bytes.compute if run.sequence_parallel and again else 0,
     )

@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 and Qwen 3 block, tensor by tensor, as its release 0.2.2 has it."""
+"""torchtitan's Llama 3 and Qwen 3 block, tensor by tensor, in its release 0.2.2."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..share import Share
 from . import torchtitan_experts as experts
 from .described import EXPERTS, Block, Cut, Height, Kept, Loss
 
-# torchtitan/models/llama3/model/model.py. RMSNorm is one operator of torch; rotation (apply_rotary_emb) is a product
-# with a constant, in fp32, and keeps nothing; scaled_dot_product_attention takes grouped heads as they are.
+# torchtitan/models/llama3/model/model.py. RMSNorm is one operator of torch. Rotation (apply_rotary_emb) multiplies by a
+# constant in fp32 and saves nothing. scaled_dot_product_attention accepts grouped heads without copies.
 SAVED = (
     Kept("attention_norm: its input", "norms", "h", "stream", "tokens"),
     Kept("attention_norm: 1/rms", "norms", "1", "fp32", "tokens"),
@@ -30,8 +30,8 @@ SAVED = (
 )
 
 # torchtitan/distributed/activation_checkpoint.py, _apply_op_sac: "all compute ops, except every second mm". In order:
-# wq (kept), wk, wv (kept), wo, w1 (kept), w3, w2 (kept), and attention. "made again" is what autograd does not take
-# as it is: backward makes the tensor that it needs from it, or needs none.
+# wq (saved), wk, wv (saved), wo, w1 (saved), w3, w2 (saved), and attention. The kind "made again" marks outputs that
+# autograd would not save: the backward pass computes the tensor that it needs from them, or needs none.
 SELECTIVE = (
     Kept("mm 1: wq", "made again", "Q", "product", "heads"),
     Kept("mm 3: wv", "matmul outputs", "K", "product", "heads"),
@@ -41,12 +41,12 @@ SELECTIVE = (
     Kept("mm 7: w2", "made again", "h", "product", "whole"),
 )
 
-# models/llama3/infra/parallelize.py, _op_sac_save_list: what reduce_scatter returned is kept too.
+# models/llama3/infra/parallelize.py, _op_sac_save_list: the outputs of reduce_scatter are saved, too.
 REDUCED = tuple(Kept(f"reduce_scatter: {name}", "made again", "h", "product", "tokens") for name in ("wo", "w2"))
 
-# torchtitan/train.py, forward_backward_step: the logits are deleted before backward; components/loss.py casts them to
-# fp32, and log_softmax keeps its result. With tensor parallelism torch's loss_parallel writes log_softmax out in
-# operators, and has one more temporary both ways.
+# torchtitan/train.py, forward_backward_step: the logits are deleted before the backward pass. components/loss.py casts
+# them to fp32, and log_softmax saves its result. With tensor parallelism, torch's loss_parallel computes log_softmax
+# with several operators, which need one more temporary in both passes.
 LOSS = Loss(forward=(1, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
 PARALLEL_LOSS = Loss(forward=(1, 3), gradient=(0, 4), head=(1, 0), after=(0, 0))
 
@@ -63,7 +63,7 @@ LLAMA = Block(
     loss=LOSS,
 )
 
-# Backward comes to a block with the gradient of what it returned, which the sum with its input passes on.
+# A block's backward pass begins with the gradient of its output, which the residual sum passes on.
 STREAM = Kept("gradient of the block's output", "gradients", "h", "stream", "tokens")
 MLP_SAVED = tuple(row.operator for row in SAVED[11:])
 NORM_SAVED = (*(row.operator for row in SAVED[8:11]), "ffn_norm: its input, normalized")
@@ -74,7 +74,7 @@ def _of(name: str, width: str, times: float = 1, cut: Cut = "heads") -> Kept:
     return Kept(f"gradients of {name}", "temporaries", width, "product", cut, times)
 
 
-# autograd frees what an operator saved when its backward is over.
+# Autograd frees an operator's saved tensors when the backward pass of the operator is over.
 HEIGHTS = (
     Height(("w2: its input",), (STREAM, _of("w2's input, silu and w3", "f", 3)), ("down_proj",)),
     Height(MLP_SAVED, (STREAM, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2, "whole")), MLP_WEIGHTS),
@@ -84,8 +84,9 @@ HEIGHTS = (
         (*MLP_WEIGHTS, "o_proj"),
     ),
 )
-# With tensor parallelism w2's gradient is gathered from all ranks, of their tokens. Checkpointing makes the block again
-# after that, w2's sum over the ranks included: what is laid out for it, and what each rank gets of it.
+# With tensor parallelism, the gradient of w2's output is gathered from all ranks, which divide the tokens.
+# Checkpointing recomputes the block after that, including w2's sum over the ranks: a copy in the layout of the
+# reduce_scatter, and the rank's part of the result.
 GATHERED = Kept("gradient of the block's output, gathered", "temporaries", "h", "product", "whole")
 CUT_UP = (
     Height((), (STREAM, GATHERED, GATHERED)),
@@ -102,9 +103,9 @@ AGAIN = Height(
 )
 
 
-# In fp32 attention is written out (aten/src/ATen/native/transformers/attention.cpp,
-# _scaled_dot_product_attention_math): keys and values are copied to all heads, queries and keys multiplied by the root
-# of the scale, and selective checkpointing knows none of its operators.
+# In fp32, attention consists of several operators (aten/src/ATen/native/transformers/attention.cpp,
+# _scaled_dot_product_attention_math): keys and values are copied to all heads, queries and keys are multiplied by the
+# root of the scale, and selective checkpointing does not list any of these operators.
 MATH = (
     Kept("inner_attention: q, scaled", "q, k, v", "Q", "product", "heads"),
     Kept("inner_attention: k of all heads, scaled", "q, k, v", "Q", "product", "heads"),
@@ -112,7 +113,8 @@ MATH = (
     Kept("inner_attention: softmax", "scores", "S", "fp32", "heads"),
     Kept("wo: its input", "attention output", "Q", "product", "heads"),
 )
-# Softmax's gradient, that times softmax, and the result (cuda/SoftMax.cu), when wo's input is gone.
+# The gradient of softmax's output, its product with softmax, and the result (cuda/SoftMax.cu), after wo's input was
+# freed.
 MATH_HEIGHT = Height(
     (*MLP_SAVED, *NORM_SAVED, "wo: its input", "inner_attention: v of all heads"),
     (STREAM, _of("v", "Q"), Kept("gradients of softmax", "temporaries", "S", "fp32", "heads", 3)),
@@ -129,35 +131,37 @@ QK_NORM = (
 )
 
 
-# Compiled, block by block (infra/parallelize.py, apply_compile), the partitioner of torch makes silu's output again,
-# and backward needs no result of w2 (torch/_functorch/partitioners.py). The compiled loss casts as it reads, keeps the
-# logits, and writes their gradient beside them.
+# If blocks are compiled one by one (infra/parallelize.py, apply_compile), torch's partitioner recomputes silu's output,
+# and the backward pass does not need the output of w2 (torch/_functorch/partitioners.py). The compiled loss casts the
+# logits while it reads them, saves them in 16 bits, and writes their gradient to another tensor.
 NOT_KEPT = ("mul: silu's output", "mm 7: w2", "reduce_scatter: w2")
-# As the MLP's backward runs, selective checkpointing has not yet made again what is attention's.
+# During the MLP's backward pass, selective checkpointing has not yet recomputed these tensors of attention.
 UNMADE = (
     "wq, wk, wv: their input", "q_norm: its input", "k_norm: its input",
     "inner_attention: q, rotated", "inner_attention: k, rotated",
     "rotation: the table at the positions", "rotation: cosines and sines at the rank's own positions",
 )  # fmt: skip
-# Inductor orders what backward computes so that the most is least, weights' gradients last where these are large.
+# Inductor orders the operators of the backward pass to minimize peak memory; large gradients of weights come last.
 COMPILED_BACKWARD = {
     None: Height(("w2: its input",), (STREAM, _of("w1 and w3", "f", 2)), ("down_proj",)),
     "full": Height((), (STREAM, _of("w2's input, w1 and w3", "f", 3))),
     "selective": Height(UNMADE, (STREAM, SELECTIVE[0], _of("w2's input, w1 and w3", "f", 3))),
 }
-# In fp8 (torchao/float8/float8_linear.py) what the products of backward read is cast again, from what the norms and the
-# activation read; weights that FSDP2 gathered in fp8 are kept as they were laid out for backward.
+# In fp8 (torchao/float8/float8_linear.py), the backward pass computes and casts the inputs of its matmuls again, from
+# the inputs of the norms and of the activation. Weights that FSDP2 gathered in fp8 are saved in the layout that the
+# backward pass needs.
 CAST_AGAIN = ("wq, wk, wv: their input", "w1, w3: their input", "w2: its input")
-# In an MLP's backward, in widths of half precision: the gradient of w2's input; casts to fp8 of three tensors, two of
-# them in two layouts. By rows the casts are made one after the other, from copies, one of which is in fp32.
+# Temporaries of an MLP's backward pass, in 16-bit tensors of width f: the gradient of w2's input, and fp8 casts of
+# three tensors, two of them in two layouts. Rowwise casts are computed one after the other from copies, one of which is
+# in fp32.
 FP8_BACKWARD = {"tensorwise": 3.5, "rowwise": 5.0}
 FP8_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 FP8_GONE = {
     None: ("w2: its weight, cast",),
     "full": ("inner_attention: output, wo's input",),
-    "selective": ("inner_attention: k, rotated",),  # for q, rotated, there is wq's output
+    "selective": ("inner_attention: k, rotated",),  # instead of q, rotated, wq's output is saved
 }
-# With tensor parallelism a block's backward ends with the gradients of what each rank gathered, in half precision.
+# With tensor parallelism, a block's backward pass ends with the 16-bit gradients of the inputs that each rank gathered.
 TO_ONE = Height(
     (*MLP_SAVED, *NORM_SAVED, *CAST_AGAIN, *(f"{name}, cast" for name in CAST_AGAIN),
      *(f"{name}: its weight, cast" for name in FP8_NAMES.values()), "inner_attention: output, wo's input"),
@@ -165,34 +169,38 @@ TO_ONE = Height(
     (*MLP_WEIGHTS, "o_proj"),
 )  # fmt: skip
 COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
-# Over the ranks of tensor parallelism it keeps log_softmax's result, which the ranks' sums are in the midst of.
+# With tensor parallelism, it saves the result of log_softmax, because sums over the ranks interrupt the fused kernel.
 COMPILED_PARALLEL_LOSS = Loss(forward=(1, 2), gradient=(1, 1), head=(1, 0), after=(0, 0))
 
 
-# On one device, under autocast, each linear casts its input anew.
+# On one device under autocast, each linear layer casts its input separately.
 COPIES = {"wq, wk, wv: their input": 3, "w1, w3: their input": 2}
 
 
-# With context parallelism each token brings its position (distributed/context_parallel.py), and each block reads the
-# table there: a complex number for each pair of a head's elements. Attention over the ring keeps what it keeps alone.
+# With context parallelism, the batch contains each token's position (distributed/context_parallel.py), and each block
+# reads the table at these positions: a complex number for each pair of a head's elements. Ring attention saves the same
+# tensors as attention on one rank.
 AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp32", "whole"),)
-# What the ring returns lies as attention wants it: wo reads a copy.
+# Ring attention returns its output in attention's layout, so wo reads a copy.
 COPIED = Kept("wo: its input, copied", "attention output", "Q", "product", "heads")
 
 
-# Compiled, keys and values are kept as the ring gathered them, by selective checkpointing too, and with those rotated
-# keys in the place of a product's output.
+# In compiled code, the gathered keys and values are saved, also by selective checkpointing. It then also saves the
+# rotated keys, which count as a matmul's output.
 ALL_RANKS = "inner_attention: k and v of all ranks"
 ROTATED = Kept("inner_attention: k, rotated", "matmul outputs", "K", "product", "heads")
 
 
 def _ring(share: Share) -> Height:
-    """Return what attention's backward takes over the ring (torch/distributed/tensor/experimental/_context_parallel/
-    _attention.py, _templated_ring_attention_backward), as its second call runs, of half the queries: gradients of both
-    calls, and their sums in fp32; keys and values of all ranks; and the sums of the gradients of keys and values,
-    before and after they are passed on. Heads of more than 128 elements cuDNN's kernel does not take (aten/src/ATen/
-    native/transformers/cuda/sdp_utils.cpp): FlashAttention sums the queries' gradient in fp32, and has those of keys
-    and values for all heads (flash_attn/flash_api.cpp, mha_bwd)."""
+    """Return the peak of ring attention's backward pass.
+
+    It is in the second call of the kernel, with half the queries
+    (torch/distributed/tensor/experimental/_context_parallel/_attention.py, _templated_ring_attention_backward):
+    gradients of both calls, and their sums in fp32; keys and values of all ranks; and the sums of the gradients of keys
+    and values, before and after they are passed on. cuDNN's kernel supports heads of at most 128 elements
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). For larger ones, FlashAttention sums the queries' gradient
+    in fp32 and computes the gradients of keys and values for all heads (flash_attn/flash_api.cpp, mha_bwd).
+    """
     spec, run = share.spec, share.run
     flash = spec.head_dim > 128 or run.attention == "flash"
     kernel = (1 + 2 * (spec.kv_heads != spec.heads)) * flash
@@ -219,10 +227,10 @@ def block(share: Share) -> Block:
     arguments: tuple[Kept, ...] = ()
     if share.autocast and not run.compile:
         saved = tuple(row._replace(times=COPIES.get(row.operator, row.times)) for row in saved)
-    if share.spec.qk_norm:  # Qwen 3; autocast widens what a norm is given (aten/src/ATen/autocast_mode.h)
+    if share.spec.qk_norm:  # Qwen 3; autocast casts the input of a norm to fp32 (aten/src/ATen/autocast_mode.h)
         widened = share.autocast and not run.compile
         saved += tuple(row._replace(dtype="fp32") for row in QK_NORM) if widened else QK_NORM
-        if share.bytes.master:  # FSDP2 casts what a block is given
+        if share.bytes.master:  # FSDP2 casts a block's arguments
             arguments += (_table("all", 2 * run.cp / run.micro_batch),)
             saved += (*arguments, _table("the rank's own", 2)) if run.cp > 1 else arguments
     elif run.cp > 1:
@@ -248,8 +256,8 @@ def block(share: Share) -> Block:
         saved, backward = _written_out(saved), (*backward, WRITTEN_OUT)
         around = LLAMA._replace(outside=_written_out(LLAMA.outside), norm_backward=(IN_FP32,))
     qwen = share.spec.family != "llama"
-    # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element. Each
-    # virtual stage has its own.
+    # A complex number for each position and pair of a head's elements; for Qwen 3 the cosine and the sine of each
+    # element. Each virtual stage has its own table.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim * run.virtual_stages
     losses = (COMPILED_LOSS, COMPILED_PARALLEL_LOSS) if run.compile and stack.compile_loss else (LOSS, PARALLEL_LOSS)
     result = around._replace(saved=saved, selective=selective, backward=backward, arguments=arguments, table=table,
@@ -258,14 +266,15 @@ def block(share: Share) -> Block:
     return _compiled(result, share) if run.compile else result
 
 
-# As a norm's backward ends: gradients by way of the product and of the mean, the square's derivative, and a product.
+# At the end of a norm's backward pass: the gradients through the multiplication and through the mean, the derivative of
+# the square, and a product.
 IN_FP32 = Kept("gradients of a norm's input", "temporaries", "h", "fp32", "tokens", 4)
 WRITTEN_OUT = Height((*MLP_SAVED, "w1, w3: their input"), (STREAM, IN_FP32), MLP_WEIGHTS)
 
 
 def _written_out(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
-    """Return what blocks keep whose norms are written out (torchtitan/models/norms.py at 9dec370, RMSNorm): the input
-    in fp32, and what the weight multiplies."""
+    """Return the lines of a block whose norms consist of several operators (torchtitan/models/norms.py at 9dec370,
+    RMSNorm). They save the input in fp32, and the normalized input that the weight multiplies."""
     found: list[Kept] = []
     for row in rows:
         norm = row.operator.endswith("norm: its input")
@@ -279,7 +288,7 @@ def _check_experts(share: Share) -> None:
         f"compile=True, tp={run.tp}": run.compile and run.tp > 1,
         f"compile=True, cp={run.cp}": run.compile and run.cp > 1,
         f"fp8={run.fp8!r}": run.fp8,
-        # The experts' products take halves; where FSDP2 does not cast weights, the experts do.
+        # The experts' matmuls need 16-bit inputs. If FSDP2 does not cast weights, the experts do.
         f"precision={run.precision!r}": run.precision != "mixed-bf16",
         f"{spec.dense_layers} dense layers": spec.dense_layers > 0,
     }
@@ -295,40 +304,42 @@ def _table(positions: str, times: float) -> Kept:
 
 
 def _compiled(eager: Block, share: Share) -> Block:
-    """Return the description of the block where it is compiled."""
+    """Return the description of the compiled block."""
     run = share.run
     gone: tuple[str, ...] = (*NOT_KEPT, *CAST_AGAIN) if run.fp8 else NOT_KEPT
     saved = eager.saved
-    if share.spec.experts:  # each module and the experts' function by itself, whose products selective does not see
+    if share.spec.experts:  # compiled module by module; selective checkpointing does not see matmuls in them
         return eager._replace(
             saved=tuple(row for row in saved if row.operator not in gone),
             selective=tuple(row for row in eager.selective if row.operator.startswith("inner_attention")),
         )
-    # Of wo the ranks' sum is kept, with tensor parallelism, and its input not made again before attention's backward.
+    # With tensor parallelism, the sum of wo's outputs over the ranks is saved, and wo's input is not recomputed before
+    # attention's backward pass.
     selective = eager.selective
     unmade: tuple[str, ...] = (*UNMADE, COPIED.operator) if run.tp > 1 else UNMADE
     if run.cp > 1:
         gathered = Kept(ALL_RANKS, "q, k, v", "K", "product", "heads", 2 * run.cp)
         saved, selective = (*saved, gathered), (*selective, gathered, ROTATED)
         unmade = tuple(name for name in unmade if name != ROTATED.operator)
-    # Of blocks one of which is recomputed the last is, which backward begins with.
+    # If one of several blocks is recomputed, the last one is, with which the backward pass begins.
     every = Torchtitan.of(run).recomputes_one_in
     recomputes = "full" if every else run.checkpointing
     highest = COMPILED_BACKWARD[recomputes]
     if recomputes == "selective":
         highest = highest._replace(gone=unmade)
-    # Several sequences are another graph to Inductor; over ranks of tensor parallelism, as simulations show, where
-    # their part of the MLP is narrower than h.
+    # Inductor compiles another graph for several sequences. With tensor parallelism it does so, as simulations show, if
+    # a rank's part of the MLP is narrower than h.
     several = run.micro_batch > 1
     narrow = several and share.spec.intermediate < run.tp * share.spec.hidden
     if run.fp8:
-        # Of a block that is recomputed whole and cast by rows one cast is gone.
+        # If a block is recomputed whole and cast by rows, one cast has been freed.
         less = 0.5 * (several and recomputes == "full" and run.fp8 == "rowwise")
         made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8] - less)
-        # Weights that came in half are cast as the block is made again, and two of the MLP's are there still.
+        # 16-bit weights are cast when the block is recomputed, and the casts of two of the MLP's weights still exist.
         weights = 2 * share.spec.hidden * share.spec.intermediate / share.tokens if recomputes else 0
         cast = Kept("weights, cast", "temporaries", "1", "byte", "heads", weights * (not run.gathers_float8))
-        # Beside weights gathered in fp8 the block's gradient is cast too, of several sequences in two layouts.
+        # With weights gathered in fp8, the gradient of the block's output is cast, too; with several sequences in two
+        # layouts.
         again = bool(recomputes) and run.gathers_float8
         twice = narrow if run.tp > 1 else several
         layouts = _of("the block's output, cast", "h", again * (1 + twice), "whole")._replace(dtype="byte")
@@ -340,18 +351,20 @@ def _compiled(eager: Block, share: Share) -> Block:
             rows = tuple(Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width)
                          for name, width in cast_weights)  # fmt: skip
             saved += rows
-            if every:  # the last block, which is recomputed, makes them again
+            if every:  # the last block, which is recomputed, casts them again
                 highest = highest._replace(gone=(*highest.gone, *(row.operator for row in rows)))
         if not run.checkpointing and run.tp > 1:
             saved += tuple(row._replace(operator=f"{row.operator}, cast", dtype="byte") for row in saved
                            if row.operator in CAST_AGAIN[:2])  # fmt: skip
     if run.tp > 1 and (recomputes or run.fp8):
-        # Of several sequences a rank's tokens are laid out before they are gathered, and again after that.
+        # With several sequences, a rank's tokens are copied into the right layout before they are gathered, and again
+        # after that.
         both = narrow and run.fp8 == "tensorwise"
         gathered = GATHERED if recomputes else GATHERED._replace(dtype="byte", times=1 + both)
         highest = highest._replace(beside=(*highest.beside, gathered, STREAM._replace(times=both)))
     saved = tuple(row for row in saved if row.operator not in gone)
-    # It ends with the gradients of all weights: where these are large beside the tokens, that is the most.
+    # The backward pass ends with the gradients of all weights, which is the peak if these are large compared to the
+    # tokens' tensors.
     end = Height(tuple(row.operator for row in saved), (STREAM, _of("w1 or w3", "f")),
                  (*MLP_WEIGHTS, "q_proj", "k_proj", "v_proj", "o_proj"))  # fmt: skip
     return eager._replace(

@@ -1,7 +1,7 @@
-"""torchtitan's mixture of experts in the place of a block's MLP, as Qwen 3 has it in release 0.2.2: no shared experts,
-and scores that weigh what the experts returned.
+"""torchtitan's mixture of experts, which replaces a block's MLP, as Qwen 3 uses it in release 0.2.2: without shared
+experts, and with scores that weigh the experts' outputs.
 
-The lines lie beside torchtitan/models/moe/moe.py as it runs.
+The lines follow torchtitan/models/moe/moe.py in the order of execution.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from ..fsdp import own_ranks, own_unit
 from ..share import Share
 from .described import EXPERTS, Cut, Height, Kept
 
-# models/moe/utils.py, TOKEN_GROUP_ALIGN_SIZE_M: what each expert's tokens are padded for, once for each expert of the
-# rank, whatever the counts.
+# models/moe/utils.py, TOKEN_GROUP_ALIGN_SIZE_M: the rows of padding for each expert of the rank, which do not depend on
+# the number of its tokens.
 PADDING = 8
 
 
 def rows(share: Share) -> float:
-    """Return how many rows a rank's experts compute for each of its tokens, padding among them, ranks equally loaded.
+    """Return how many rows a rank's experts compute for each of its tokens, including padding, if ranks are equally
+    loaded.
 
-    An expert group's ranks send each other as many as they have.
+    The ranks of an expert group then receive as many rows from each other as they send.
     """
     spec = share.spec
     return spec.experts_per_token + PADDING * spec.experts / share.run.ep / share.tokens
 
 
 def saved(share: Share) -> tuple[Kept, ...]:
-    """Return what router and experts keep for backward, which is all of the block's from its second norm's output on.
-    """
+    """Return the lines of router and experts, which are all lines of the block after its second norm."""
     chosen, computed = share.spec.experts_per_token, rows(share)
-    # In fp32 the top scores, before and after they are divided by their sum; in 8 bytes which experts these are, the
-    # chosen in the experts' order, and whose tokens they are.
+    # In fp32: the top scores, before and after division by their sum. In 8 bytes: the chosen experts, the choices in
+    # the order of the experts, and their tokens.
     names = (3 * 8 + 2 * 4) * chosen + 4
     return (
         Kept("gate: its input", "linear inputs", "h", "product", "whole"),
@@ -49,8 +49,8 @@ SELECTIVE = (Kept("mm 5: gate", "made again", "E", "product", "whole"),)
 
 
 def forward(share: Share) -> tuple[Height, ...]:
-    """Return the moments of a block's forward that can be the highest: forward() has in variables what experts were
-    given and returned, and that in the tokens' order, until it returns."""
+    """Return the moments of a block's forward pass that can be its peak. Until forward() returns, its variables refer
+    to the experts' inputs and outputs, and to the outputs in the order of the tokens."""
     chosen = share.spec.experts_per_token
     sums, last = Kept("bmm: its output", "temporaries", "h", "fp32", "whole"), "bmm: what experts returned, in fp32"
     rows: tuple[Kept, ...] = ()
@@ -63,13 +63,14 @@ def forward(share: Share) -> tuple[Height, ...]:
     else:
         heights = [Height((), (*_held(share), sums, _of("out_experts", "h")))]
     if own_unit(share.run):
-        # With zero=2 the weights are not the block's alone.
+        # With zero=2, the weights of all blocks stay gathered, and these count with them.
         heights.append(Height((last,), (*rows, *_sending(share), _weights(share, share.run.zero == 3))))
     return tuple(heights)
 
 
 def _sending(share: Share) -> tuple[Kept, ...]:
-    """Return what is there as an expert group's ranks send back what the experts returned, beside their weights."""
+    """Return the tensors, in addition to weights, that exist while an expert group's ranks send back the experts'
+    outputs."""
     chosen = share.spec.experts_per_token
     return (
         *_held(share)[:2],
@@ -80,12 +81,13 @@ def _sending(share: Share) -> tuple[Kept, ...]:
 
 
 def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
-    """Return the moments of the MLP's backward that can be the highest, the block's output having gradient `stream`."""
+    """Return the moments of the MLP's backward pass that can be its peak. `stream`: the gradient of the block's
+    output."""
     run, chosen, computed = share.run, share.spec.experts_per_token, rows(share)
-    # Compiled, one kernel reads the gradient of w2's input and writes those of w1 and w3.
+    # In compiled code, one kernel reads the gradient of w2's input and writes those of w1 and w3.
     fused = run.compile
     whole = Kept("gradient of bmm's output", "temporaries", "h", "fp32", "whole")
-    # Until it comes to that, selective checkpointing has what the ranks of tensor parallelism summed.
+    # Until then, selective checkpointing keeps the sum over tensor-parallel ranks.
     summed = run.tp > 1 and run.checkpointing == "selective"
     again = (
         *_held(share),
@@ -95,7 +97,8 @@ def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
     )
     operators = tuple(row.operator for row in saved(share))
     copies = operators[-1:]
-    # FSDP2 gathers weights ahead, but from one rank, of which it casts them as they are needed; with zero=2 all stay.
+    # FSDP2 prefetches weights, except on one rank, where it casts them when they are needed. With zero=2, all weights
+    # stay.
     own = own_unit(run)
     there = (_weights(share),) if own else ()
     ahead = there if run.checkpointing or own_ranks(run) > 1 or run.zero == 2 else ()
@@ -129,17 +132,19 @@ def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
 
 
 def _weights(share: Share, times: float = 1) -> Kept:
-    """The experts' weights as they are gathered, in half precision."""
+    """Return the experts' gathered weights in 16 bits, `times` times."""
     spec = share.spec
     elements = 3 * spec.experts // share.run.ep * spec.hidden * spec.moe_intermediate
     return Kept("experts: their weights", "temporaries", "1", "product", "heads", times * elements / share.tokens)
 
 
 def reduced(share: Share, now: bool = False) -> Kept:
-    """What FSDP2 reduces the experts' gradients from, in fp32, until it reduces others, and what of them stays.
+    """Return the fp32 copy of the experts' gradients that FSDP2 reduces, which stays until the next reduction, and the
+    reduced gradients.
 
-    `now`: as it does so. They are gone by then, but for the last, which a variable has; or are there, but what stays is
-    not. Of one rank there is a quotient beside it (_fsdp_collectives.py, foreach_reduce).
+    `now`: during this reduction. Its peak comes either before the reduced gradients exist, or after them, when all
+    other gradients have been freed except the last one, to which a variable refers. On one rank, there is a quotient in
+    addition (_fsdp_collectives.py, foreach_reduce).
     """
     ranks = own_ranks(share.run)
     stays = 2 / ranks
@@ -151,7 +156,8 @@ def _of(name: str, width: str, times: float = 1, cut: Cut = "whole") -> Kept:
 
 
 def _held(share: Share) -> tuple[Kept, ...]:
-    """Return what forward() has in variables; with tensor parallelism also the norm's output, which was gathered."""
+    """Return the tensors to which variables of forward() refer; with tensor parallelism also the norm's output before
+    it is gathered."""
     chosen = share.spec.experts_per_token
     return (
         Kept("ffn_norm: its output", "temporaries", "h", "product", "tokens", share.run.tp > 1),

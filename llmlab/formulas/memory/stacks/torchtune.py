@@ -1,4 +1,4 @@
-"""torchtune's Llama block, tensor by tensor, as its release 0.6.1 has it, trained whole or by LoRA."""
+"""torchtune's Llama block, tensor by tensor, in its release 0.6.1, trained whole or by LoRA."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..share import Share, adapted
 from .described import Block, Height, Kept, Loss, read
 
 MLP = ("gate_proj", "up_proj", "down_proj")
-# Bytes for each element of a quantized weight that torchao's operators make as they dequantize it: indices of eight
-# bytes, their values, those times their scales, and both halves of these in one (dtypes/nf4tensor.py,
+# Bytes per element of a quantized weight that torchao's operators allocate to dequantize it: indices of eight bytes,
+# their values, the values times their scales, and both halves of these concatenated (dtypes/nf4tensor.py,
 # get_original_weight).
 DEQUANTIZING = 8 + 2 + 2 + 2
-CHUNK = 1 << 20  # elements whose nearest codes are found at once (the same, quantize_tensor_nearest)
+CHUNK = 1 << 20  # elements whose nearest codes are computed together (the same, quantize_tensor_nearest)
 
 
 def block(share: Share) -> Block:
@@ -27,8 +27,9 @@ def block(share: Share) -> Block:
     sizes = {linear.name: linear.inputs * linear.outputs for linear in spec.block_linears}
 
     def weights(*linears: str) -> tuple[Kept, ...]:
-        """A graph has LinearNF4's operators of both ways, those that dequantize once: what backward's product reads is
-        kept, and not made again (torch/_functorch/partitioners.py, fx_graph_cse and should_ban_recomputation)."""
+        """Return the lines of dequantized weights. A graph contains LinearNF4's operators of both passes and
+        dequantizes once: the weight that the backward pass's matmul reads is saved and not recomputed
+        (torch/_functorch/partitioners.py, fx_graph_cse and should_ban_recomputation)."""
         times = sum(sizes[name] for name in linears) / share.tokens
         name = f"{', '.join(linears)}: dequantized"
         return (Kept(name, "linear weights", "1", "product", "whole", times),) if fused and run.quantization else ()
@@ -57,22 +58,23 @@ def block(share: Share) -> Block:
         Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
     )  # fmt: skip
     stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
-    # Checkpointing keeps what the block was given, sa_norm a cast of it.
+    # Checkpointing saves the block's input, and sa_norm saves a cast of it.
     around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
     down, mlp, product, norm = (
         tuple(row.operator for row in saved if row.operator.startswith(starts))
         for starts in ("w2: ", ("activation: ", "mul: ", "w2: "), ("mul: ", "w2: "), ("mlp_norm", "w1, w3"))
     )
 
-    # A quantized weight is dequantized as w2 is computed, beside what the layer's and the MLP's forward have names for,
-    # and, where that is again, what w2's adapter made of the block's gradient before; and after an adapter's backward,
-    # which leaves a gradient of their input.
+    # w2's quantized weight is dequantized in the forward pass, while variables of the layer's and the MLP's forward()
+    # refer to other tensors. If this is a recomputation, w2's adapter has already scaled the block's gradient. The
+    # weight is dequantized again in the backward pass, after that of the adapter, which leaves a gradient of their
+    # input.
     mlp_adapters = "gate_proj" in names
     named = (Kept("attn_out, h, the MLP's input", "temporaries", "h", "product", "tokens",
                   3 - (mlp_adapters and not dropout)),
              Kept("w2's input", "temporaries", "f", "product", "heads"))  # fmt: skip
     scaled = Kept("w2's adapter: its gradient, scaled", "gradients", "h", "product", "tokens", mlp_adapters)
-    # With dropout an adapter of w2 reads another tensor, beside its input and what w2 returned.
+    # With dropout, an adapter of w2 reads another tensor, while w2's input and output still exist.
     returned = Kept("w2's output", "temporaries", "h", "product", "tokens")
     wet = mlp_adapters and dropout
     again = [Height((), (*around, *named, scaled, returned))] if wet and run.checkpointing else []
@@ -86,9 +88,9 @@ def block(share: Share) -> Block:
                                              DEQUANTIZING * sizes[name] / share.tokens)))
         for gone, name, beside in moments if run.quantization
     ]  # fmt: skip
-    # A graph returns what backward will read, beside the block's input, and checkpointing drops it then, or backward
-    # begins. Before it dequantizes w2's weight, the results of w1's and w3's adapters wait for one kernel, which drops
-    # out too.
+    # A graph returns the tensors that the backward pass will read, in addition to the block's input. Then checkpointing
+    # frees them, or the backward pass begins. Before the graph dequantizes w2's weight, the outputs of w1's and w3's
+    # adapters wait for one kernel, which also applies dropout.
     ends = (*[returned] * (1 + mlp_adapters), *named[1:] * (wet or not (trained or mlp_adapters)))
     inside = tuple(row for row in saved[1:] if row.operator != "down_proj: dequantized")
     waiting = Kept("the adapters of w1 and w3", "temporaries", "f", "product", "heads", mlp_adapters * (2 + dropout))
@@ -111,13 +113,14 @@ def block(share: Share) -> Block:
             Height(mlp, (*around, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
             Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
-        # An adapter's result is scaled, and added to the layer's.
+        # An adapter's output is scaled, and added to that of the layer.
         forward=(*[Height(down, named)] * (run.quantization is not None and not fused),
                  *[Height((), (*named, *[returned] * 3))] * wet,
                  *whole * (fused and run.checkpointing is not None)),
         loss=_loss(share, stack.num_output_chunks),
-        # Three gradients in fp32; the sum over tokens of the weight's is taken by many blocks of threads, which write
-        # theirs side by side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig), or pow's backward makes two more.
+        # Three gradients in fp32. Two more are partial sums of the weight's gradient over tokens, which many thread
+        # blocks write next to each other (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig), or temporaries of
+        # pow's backward pass.
         norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5),),
         # A cosine and a sine in fp32 for each position and pair of a head's elements
         # (models/llama3_1/_position_embeddings.py).
@@ -126,9 +129,10 @@ def block(share: Share) -> Block:
 
 
 def nf4tensor(size: int) -> tuple[int, ...]:
-    """Return what an NF4Tensor of `size` elements takes as it is made, as `segments.beyond` has it: the weight, its
-    magnitudes, what is divided by the scales, and the codes of all; differences to the 16 values and their magnitudes;
-    halves of the packed codes, and these (dtypes/nf4tensor.py, from_tensor, convert_to_norm_float_weight)."""
+    """Return the allocations that create an NF4Tensor of `size` elements, in the format of `segments.beyond`: the
+    weight, its magnitudes, the quotients by the scales, and the codes of all elements; per chunk, the differences to
+    the 16 values and their magnitudes; the halves of the packed codes, and the packed codes (dtypes/nf4tensor.py,
+    from_tensor, convert_to_norm_float_weight)."""
     chunk = min(size, CHUNK)
     return (2 * size, 2 * size, -2, 2 * size, size, 32 * chunk, 32 * chunk, -5, 2 * chunk, 8 * chunk, -7, -6, -8,
             size // 2, size // 2, -9, -4, -3, -1)  # fmt: skip
@@ -144,9 +148,9 @@ def _of(name: str, width: str, times: float = 1) -> Kept:
 
 
 def _compiled(stream: Kept, adapted: bool, dropout: bool) -> tuple[Height, ...]:
-    """Return the highest moments of a compiled block's backward, as its simulation counts them: an adapter's gradients
-    are summed with those of the layer beside it. What w2 was dequantized to is gone by then; of few tokens it is more
-    than they are. With dropout one gradient is written over what the forward kept."""
+    """Return the peaks of a compiled block's backward pass, counted in simulations: an adapter's gradients are summed
+    with those of its layer. The dequantized weight of w2 has been freed by then; with few tokens, it is larger than
+    these gradients. With dropout, one gradient overwrites a saved tensor."""
     read = ("w2: its input", "w2: its input, dropped out")
     adapter_input = _of("w2's input, of the layer and of its adapter", "f", 1 + adapted)
     made = _of("w2's input, w1 and w3, of the layers and of their adapters", "f", 6 - dropout if adapted else 2)
@@ -155,9 +159,10 @@ def _compiled(stream: Kept, adapted: bool, dropout: bool) -> tuple[Height, ...]:
 
 
 def _norm(name: str, trained: bool, compiled: bool = False) -> tuple[Kept, ...]:
-    """torchtune/modules/rms_norm.py casts to fp32 and back; a half weight makes torch write the norm as operators."""
+    """Return the lines of RMSNorm. torchtune/modules/rms_norm.py casts to fp32 and back, and with a 16-bit weight torch
+    computes the norm with several operators."""
     statistics = Kept(f"{name}: 1/rms", "norms", "1", "fp32", "tokens")
-    if compiled:  # one kernel, and what it makes of its input is made again
+    if compiled:  # one kernel; the tensors that it computes from its input are recomputed
         return (Kept(f"{name}: its input", "norms", "h", "product", "tokens"), statistics)
     return (
         Kept(f"{name}: its input, cast", "norms", "h", "fp32", "tokens"),
@@ -167,16 +172,20 @@ def _norm(name: str, trained: bool, compiled: bool = False) -> tuple[Kept, ...]:
 
 
 def _loss(share: Share, chunks: int) -> Loss:
-    """modules/loss/ce_chunked_output_loss.py casts one chunk of the logits at a time, and log_softmax keeps its result;
-    the recipes drop the logits before backward. Compiled it casts as it reads, and keeps the logits. Without chunks the
-    model returns them in fp32, and the recipes drop the loss that they compile (training/_compile.py, compile_loss)."""
+    """Return the copies of the logits.
+
+    modules/loss/ce_chunked_output_loss.py casts one chunk of the logits at a time, and log_softmax saves its result.
+    The recipes delete the logits before the backward pass. A compiled loss casts the logits while it reads them, and
+    saves them. Without chunks, the model returns the logits in fp32, and the recipes do not use the loss that they
+    compile (training/_compile.py, compile_loss).
+    """
     if not chunks:
         return Loss(forward=(0, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
     size = share.tokens * share.spec.vocab * share.bytes.compute // chunks
     half, whole = granted(size), granted(4 * size // share.bytes.compute)
-    # As the second chunk's gradient of the weight is added to the first's; a frozen one has none.
+    # When the second chunk's gradient of the weight is added to the first's; a frozen weight has none.
     head = (half * (1 if share.run.lora else max(0, 1 - 2 / chunks)), 0)
-    if share.run.compile:  # and backward writes gradients over them
+    if share.run.compile:  # the backward pass overwrites the logits with gradients
         return Loss(forward=(half, 0), gradient=(half * (1 + 1 / chunks), 0), head=head, after=(0, 0))
     cast = whole * (1 + 1 / chunks)
     return Loss(forward=(half, cast), gradient=(0, cast + whole / chunks), head=head, after=(0, 0))

@@ -1,1 +1,1 @@
-"""What stacks of their own code do otherwise, each in the module of its name."""
+"""The differences of stacks with their own code, each in the module of its name."""

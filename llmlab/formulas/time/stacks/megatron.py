@@ -1,4 +1,4 @@
-"""Megatron-LM's kernels, and what its host does in an update."""
+"""Megatron-LM's kernels, and the CPU time of its updates."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from ...memory.share import Share
 from ...memory.stacks.megatron import fused_softmax
 from ..traffic import Pass, cast
 
-# As many operators take as long as what a step has beside micro-batches (85 to 155): reducing gradients, their norm and
-# its bounds, what ranks tell each other; and as each parameter, whose gradient is set to zero (0.15 to 0.27), and that
-# is updated by half weights' own optimizer (2.5 to 3.0) or the distributed one (3.2 to 4.0): lists of it for the norm,
-# for clipping and for Adam, and copies from its gradient and back to its half weight
+# Operators that take as long as the work of a step outside its micro-batches (85 to 155): reducing gradients, computing
+# and clipping their norm, and communication among ranks. In addition, per parameter, setting its gradient to zero (0.15
+# to 0.27), and per updated parameter, the optimizer of 16-bit weights (2.5 to 3.0) or the distributed optimizer (3.2 to
+# 4.0): lists of it for the norm, for clipping and for Adam, and copies from its gradient and back to its 16-bit weight
 # (benchmarks/time/megatron_host.py).
 STEPPED, CLEARED, MASTERED = 110, 0.2, {0: 2.6, 1: 3.5}
-# Operator by operator, of the width of the result. transformer/mlp.py: SiLU, the other half and an offset, a product;
-# backward two products, SiLU's, and a copy of both gradients. models/common/embeddings/rope_utils.py: two products, a
-# half of it negated, two copies and a sum; backward all but a copy, and the sum with the zeros of what is not rotated.
+# Reads and writes of unfused operators, in widths of the result. transformer/mlp.py: SiLU, the other half plus an
+# offset, a multiplication; the backward pass has two multiplications, SiLU's gradient, and a copy of both gradients.
+# models/common/embeddings/rope_utils.py: two multiplications, the negation of one half, two copies and a sum; the
+# backward pass repeats all but one copy, and adds the zeros of the part that is not rotated.
 UNFUSED_SWIGLU, UNFUSED_ROTATION = Pass(7, 13), Pass(12, 14)
 
 
@@ -30,15 +31,16 @@ def block(share: Share) -> float:
     (megatron-core, transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
 
         norm            one kernel: reads, writes; backward reads its input and a gradient, writes one
-        sums            bias, dropout and the stream are one (fusions/fused_bias_dropout.py), with a mask; backward of
-                        dropout reads a gradient and the mask, writes one; of the stream's two readers they are added
+        sums            one kernel for bias, dropout and the stream (fusions/fused_bias_dropout.py), with a mask;
+                        backward of dropout reads a gradient and the mask, writes one; the gradients of the stream's
+                        two readers are added
         biases          backward sums gradients over all tokens, which reads them
         activation      with its bias (fused_bias_gelu.py, fused_bias_swiglu.py): reads 1 or 2 f, writes f; backward
                         reads as much and a gradient, writes as much; or `UNFUSED_SWIGLU`, and the sum with its bias
-        rotation        reads and writes queries and keys, backward too, or `UNFUSED_ROTATION`; then their gradients and
-                        the values' are put together, which Transformer Engine's attention need not where nothing is
-                        rotated
-        eager attention's scores        as `softmax` says, and their sum with the values put in order
+        rotation        reads and writes queries and keys, also in the backward pass, or `UNFUSED_ROTATION`; then the
+                        gradients of queries, keys and values are concatenated, which Transformer Engine's attention
+                        does not need if nothing is rotated
+        eager attention's scores        see `softmax`, and a copy that reorders attention's output
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     stack, Q, K = Megatron.of(run), spec.query_width, spec.key_width
@@ -76,8 +78,8 @@ def block(share: Share) -> float:
 
 
 def softmax(share: Share) -> Pass:
-    """Return the bytes per token of Megatron-LM's softmax and dropout of scores: one kernel with scale and mask, in
-    half (fusions/fused_softmax.py), or mask and softmax in fp32, one after the other."""
+    """Return the bytes per token of Megatron-LM's softmax and dropout of scores. Softmax, scale and mask are one kernel
+    in 16 bits (fusions/fused_softmax.py), or the mask and softmax run in fp32, one after the other."""
     c, S = share.attention_bytes, share.spec.heads * share.run.seq_len
     dropped = 2 * c + 1 if share.spec.attention_dropout else 0
     forward, backward = (2 * c, 3 * c) if fused_softmax(share) else (2 * cast(c, 4) + 16, 2 * cast(c, 4) + 32)
@@ -85,14 +87,16 @@ def softmax(share: Share) -> Pass:
 
 
 def update(spec: ModelSpec, run: Training, tensors: float) -> float:
-    """Return as many operators as take as long as what a step has beside its passes, with so many trained `tensors`."""
+    """Return the number of operators that take as long as everything that a step does outside its passes, with
+    `tensors` trained tensors."""
     return STEPPED + CLEARED * tensors / run.pp + MASTERED[run.zero] * mastered(spec, run, tensors)
 
 
 def mastered(spec: ModelSpec, run: Training, tensors: float) -> float:
-    """Return how many of the trained `tensors` a rank updates: all of its own, or with the distributed optimizer those
-    in its share of each bucket of gradients, at least a part of one. Buckets have 40 million numbers, or a million for
-    each rank, and are one where their reduction is not overlapped (core/distributed/distributed_data_parallel.py)."""
+    """Return how many of the `tensors` trained tensors a rank updates: all of its own, or with the distributed
+    optimizer those in its share of each bucket of gradients, and at least a part of one per bucket. Buckets have 40
+    million elements, or a million per rank if that is more. Without overlapped reduction there is one bucket
+    (core/distributed/distributed_data_parallel.py)."""
     local, ranks = tensors / run.pp, run.dp * run.cp
     if not run.zero:
         return local

@@ -1,4 +1,4 @@
-"""torchtitan's operators, where nothing is compiled."""
+"""torchtitan's eager operators."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ..traffic import Pass, rmsnorm
 
 
 def block(share: Share) -> float:
-    """Return the bytes that torchtitan's operators move for a micro-batch in a block, forward and backward, where
-    nothing is compiled; `r`, `c` as in `fused_block` (torchtitan/models/llama3/model/model.py, torch from 2.8 on).
+    """Return the bytes that torchtitan's eager operators move for a micro-batch in a block, forward and backward; `r`,
+    `c` as in `fused_block` (torchtitan/models/llama3/model/model.py, torch 2.8 and later).
 
-        norm            one operator: reads, writes; backward reads its input and a gradient, writes one. Or written out
-        sums            of a branch and the stream, and backward of the gradients of what two layers read
-        rotation        queries and keys to fp32 and back, a complex product between; backward too
-        activation      SiLU and a product: 2 f and 3 f, backward 3 f and two products of 3 f
+        norm            one operator: reads, writes; backward reads its input and a gradient, writes one. Or, with
+                        norm_type="rmsnorm", several operators
+        sums            of a branch and the stream; backward of the gradients from all readers of one tensor
+        rotation        queries and keys to fp32 and back, with a complex multiplication in between; backward too
+        activation      SiLU and a multiplication: 2 f and 3 f; backward 3 f and two multiplications of 3 f
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     heads, width = (spec.query_width + spec.key_width) / run.tp, spec.token_mlp_width * c / run.tp
