@@ -45,7 +45,7 @@ class Depth:
         return (self.layers - self.least) // self.period if self.period else 0
 
     def begun_after(self, groups: int) -> Depth:
-        """Return this depth with up to `groups` more groups among the `least` layers, so that one further group is left.
+        """Return this depth with up to `groups` more groups among the `least` layers, which leaves one further group.
 
         >>> Depth(32, 0, 1, 2, ()).begun_after(2).least, Depth(3, 0, 1, 2, ()).begun_after(2).least
         (4, 2)
