@@ -39,8 +39,7 @@ class Mispredicted(Exception):
 
 
 def steps_that_run(run: Inference, window: int | None) -> set[int]:
-    """Return the numbers of the model's calls that run; number 0 is the prompt's. `window`: tokens of a sliding window.
-    """
+    """Return the numbers of the model's calls that run; 0 is the prompt's. `window`: the tokens of a sliding window."""
     new_tokens = run.new_tokens
     if new_tokens <= FEW:
         return set(range(new_tokens))

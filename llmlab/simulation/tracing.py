@@ -3,7 +3,7 @@
 The step is simulated at four points (B, T), or at least two if T is fixed, where it must run the same operators. The
 bytes of each request, and the numbers of each operator, at these points determine their polynomials in B and T. One
 more simulation has one more group of layers. Each further group adds the difference between the same moments of both
-depths, and the difference between their operators. The trace must then reproduce the peaks of all these simulations.
+depths, and the difference between their times. The trace must then reproduce the peaks of all these simulations.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Operators(list):
         name = func._schema.name
         if func.namespace == "profiler":
             return
-        # Recomputation runs inside the backward pass, but from Python and with gradients enabled, like the forward pass.
+        # Recomputation runs inside the backward pass, but from Python and with gradients on, like the forward pass.
         backward = current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if is_view(func):
             self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase, compiled=compiled))

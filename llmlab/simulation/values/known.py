@@ -66,8 +66,7 @@ def forget(tensor: Tensor) -> None:
 
 
 def is_followed(tensor: Tensor, limit: int = SMALL) -> bool:
-    """Return whether the values of `tensor` are followed: it has integers, is a mask, or has at most `limit` elements.
-    """
+    """Return whether the values of `tensor` are followed: integers, masks, and up to `limit` other elements."""
     return tensor.dtype in INTEGERS or tensor.numel() <= limit
 
 

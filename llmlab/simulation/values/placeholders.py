@@ -171,7 +171,7 @@ def warn_of(what: str) -> None:
             f"{what} reads a placeholder ({PLACEHOLDER}, or 0 for integers), because tensors on the simulated GPU have "
             "no values. Results and decisions that depend on it differ from those on a GPU."
         )
-        registry = frame.f_globals.setdefault("__warningregistry__", {})  # Python's record of warnings that it has shown
+        registry = frame.f_globals.setdefault("__warningregistry__", {})  # Python's record of shown warnings
         warnings.warn_explicit(message, LabWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
 
 

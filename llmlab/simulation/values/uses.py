@@ -32,8 +32,7 @@ SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 
 
 def is_only_a_value(frame: FrameType) -> bool:
-    """Return whether the number that the running instruction of `frame` reads is, as far as the source shows, no size.
-    """
+    """Return whether the source shows that the number read by the running instruction of `frame` is not a size."""
     expression = _node(frame)
     if expression is None:
         return False
@@ -67,7 +66,8 @@ def asserted(frame: FrameType) -> bool | None:
 
 
 def decides_loop(frame: FrameType) -> bool:
-    """Return whether the running expression is the condition of a `while` loop."""
+    """Return whether the running expression belongs to the condition of a `while` loop."""
+
     expression = _node(frame)
     if expression is None:
         return False
