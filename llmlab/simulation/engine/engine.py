@@ -400,7 +400,7 @@ class Engine(TorchDispatchMode):
                 return False
             if self.placeholder is not None and tensor.is_floating_point():
                 return self.placeholder
-            if asked_by_torch().startswith("torch.optim."):  # LBFGS scales by products of its directions
+            if asked_by_torch().startswith("torch.optim."):  # LBFGS scales by dot products of its directions
                 return value_for(tensor.dtype, None)
             raise needs_values(VALUE_OF)
         with disable_current_modes():
