@@ -120,7 +120,6 @@ def on_line(one: Any, other: Any, steps: int) -> Any:
 
 def alike(one: Any, other: Any) -> bool:
     """Whether two values are the same except for the integers in them."""
-
     if one == other or (type(one) is int and type(other) is int):
         return True
     tuples = isinstance(one, tuple) and type(one) is type(other) and len(one) == len(other)

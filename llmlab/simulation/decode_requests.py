@@ -255,5 +255,4 @@ class Replayer:
 
 def _call(request: Request) -> Request:
     """Return `request` without its number and place, on which the scratch of an operator does not depend."""
-
     return request._replace(number=0, place=None)

@@ -326,7 +326,6 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     if isinstance(run, Training):
         if stack_of(run).own_kernels:
             return rates  # some functions are compiled, and of Apex's kernels only the allocations are simulated
-
         traced = operators.traced(logits_of(spec, run))
         timed = timing(spec, run, card, traced=traced) if traced else None
         if timed is None or timed.seconds is None:

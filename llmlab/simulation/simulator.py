@@ -188,7 +188,7 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     NumPy or a tensor on the host, it is 1.0, or 0 for integers, with one warning per line. With `assume=2.5`, every
     single number that is read and every time between two events is 2.5 (2 for integers, True for flags), without a
     warning. The simulator knows and follows integers and masks that come from the host or from functions like
-    torch.arange, token ids that torch.randint draws on the GPU, floats on the host, and what collectives compute from
+    torch.arange, token ids that torch.randint draws on the GPU, floats on the host, and results of collectives on
     these. Sizes that depend on known values (x[mask], nonzero, repeat_interleave) are right. A size that depends on the
     GPU's own results raises NotAvailable, with the operator and the line.
 
@@ -204,9 +204,10 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     rank's values, and collectives compute their results from them. A router's tokens are counted as split evenly among
     its experts, and a note says so.
 
-    torch.compile compiles everything except the kernels. Inductor decides for this GPU what to fuse, save and
-    recompute, and its buffers are counted. This needs Triton, and seconds for each graph. A graph that cannot be
-    compiled here runs eagerly, and a note names it. Autotuning and CUDA graphs are left out, with a note.
+    torch.compile compiles everything except the kernels. Inductor decides for this GPU which operators to fuse and
+    which tensors to save or recompute, and its buffers are counted. This needs Triton, and seconds for each graph. A
+    graph that cannot be compiled here runs eagerly, and a note names it. Autotuning and CUDA graphs are left out, with
+    a note.
 
     Not simulated: CUDA graphs, kernels compiled for the GPU, DeepSpeed's pipelines and compiled operators (all of these
     are refused), cuDNN's workspaces, which depend on the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note

@@ -83,7 +83,6 @@ class Trace:
 
     def totals(self, batch: int, tokens: int, groups: int | None = None) -> list[int]:
         """Return the bytes of each moment, with `groups` further groups (by default, those of the model)."""
-
         more = self.groups if groups is None else groups
         sizes = [term.bytes(batch, tokens) for term in self.terms]
         return [

@@ -64,7 +64,7 @@ DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at le
 
 
 class _Storage(weakref.ref):
-    """A reference to a storage with memory at `address`; `made_by`: the autograd node that created it, or None."""
+    """A reference to a storage with memory at `address`; `made_by`: its creating autograd node's number, or None."""
 
     __slots__ = ("address", "key", "made_by", "size")
     address: int
@@ -371,7 +371,7 @@ class Engine(TorchDispatchMode):
         ))  # fmt: skip
 
     def launched(self, name: str, moved: int | None = None) -> None:
-        """Note that a Triton kernel is launched; it moves `moved` bytes, or None if this number is not known."""
+        """Note that a Triton kernel is launched; `moved` is the number of bytes that it moves, None if unknown."""
         if moved is None:
             self.launches[name] += 1
         elif self.watch is not None:

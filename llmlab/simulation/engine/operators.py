@@ -101,7 +101,6 @@ def _lists(args: tuple) -> list[Any]:
 
 def _device(tensor: Tensor) -> torch.device:
     # The attribute, because `device` of a fake tensor is an operator, which would go through the engine.
-
     return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 

@@ -80,7 +80,6 @@ class CountedKernel:
 def no_other_ranks(module: str, *names: str) -> AbstractContextManager:
     """Refuse functions of a module that need the memory or the answers of other ranks, which do not exist."""
 
-
     def refused(name: str) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
             raise located(NotAvailable(

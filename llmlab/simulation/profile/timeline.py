@@ -172,7 +172,6 @@ class Phases(Recording):
         if not self._stack:
             self._pass = "forward" if torch.is_grad_enabled() else "no-grad"
             if current_graph_task_id() != -1:  # checkpointing recomputes a block
-
                 self._recomputing = self.now()
         super()._enter(module, args)
 

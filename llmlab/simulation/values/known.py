@@ -97,7 +97,7 @@ def _loan_among(args: tuple) -> Loan | None:
 
 
 def _lend(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor, loan: Loan) -> None:
-    """Let a copy or a view of lent values share them, too. Other results of so many values are not followed."""
+    """Let a copy or a view of lent values share them, too. Other large results are not followed."""
     if func.is_view:
         value = _for_real(func, args, kwargs, _tensors(args, kwargs))
         if value is not NotImplemented:

@@ -67,7 +67,6 @@ def asserted(frame: FrameType) -> bool | None:
 
 def decides_loop(frame: FrameType) -> bool:
     """Return whether the running expression belongs to the condition of a `while` loop."""
-
     expression = _node(frame)
     if expression is None:
         return False
@@ -152,7 +151,6 @@ class _Source:
 def _node(frame: FrameType) -> tuple[ast.AST, _Source] | None:
     """Return the expression or the `while` that runs in `frame`; None before Python 3.11, which has no positions, or
     without source code."""
-
     code = frame.f_code
     positions: Any = getattr(code, "co_positions", None)
     source = _source(code.co_filename) if positions else None
