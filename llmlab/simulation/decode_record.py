@@ -15,28 +15,32 @@ from .workspaces.registry import Operator
 
 
 class Request(NamedTuple):
-    """One event of a step: "malloc" of `size` bytes; "free" of malloc `number`, or of tensor -1 - `number` of the cache
-    before the step; "scratch" of operator `func` before its outputs, "more scratch" after them, and "free scratch", of
-    the operator with this `number`."""
+    """One event of a step. Its kind is one of:
+
+    - "malloc" of `size` bytes, with its own `number`
+    - "free" of malloc `number` or, if `number` is negative, of tensor -1 - `number` of the cache before the step
+    - "scratch" of operator `func` before its outputs, "more scratch" after them, and "free scratch"; `number` is the
+      operator's
+    """
 
     kind: str
     number: int
     size: int = 0
     place: Any = None
     func: Any = None
-    leaves: tuple = ()  # of the arguments and the outputs: a tensor's is an `Argument`
+    leaves: tuple = ()  # of the arguments and the outputs, with an `Argument` for each tensor
     form: Any = None
 
 
 class Argument(NamedTuple):
-    """A tensor that an operator was given."""
+    """The shape and dtype of a tensor among an operator's arguments or outputs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Living(NamedTuple):
-    """A tensor that lives on, in the memory of malloc `number`; `size`: bytes of its storage."""
+    """A tensor that outlives the step, in the memory of malloc `number`; `size` is the bytes of its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -47,7 +51,7 @@ class Living(NamedTuple):
 
 
 class DecodeStep(NamedTuple):
-    """The record of a step: its requests and operators, the tensors that live on (the cache's, then the logits), and
+    """The record of a step: its requests and kernels, the tensors that outlive it (the cache's, then the logits), and
     the counters of the cache's layers."""
 
     requests: tuple[Request, ...]
@@ -62,15 +66,15 @@ class StepRecorder:
     def __init__(self, engine: Engine, cached: list[Tensor]) -> None:
         self.engine = engine
         self.requests: list[Request] = []
-        # By address: the number of a malloc that was not freed, or of what the cache held before.
+        # By address: the number of a malloc that was not freed, or -1 - n for tensor n of the cache before the step.
         self.alive = {engine.address(each) or 0: -1 - number for number, each in enumerate(cached)}
-        self.complete = True  # nothing was freed that is not known
+        self.complete = True  # whether all freed addresses were known
         self._new = count(1)
         self._numbers: dict[int, int] = {}  # of operators that have scratch, by id
         self._in_scratch = False
 
     def living(self, tensor: Tensor) -> Living:
-        """Return what is known of a tensor after the step; `number` is 0 where its memory is not known."""
+        """Return the record of a tensor after the step; its `number` is 0 if its memory is not known."""
         number, size = self.alive.get(self.engine.address(tensor) or 0, 0), tensor.untyped_storage().nbytes()
         return Living(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size, tensor.dtype, number)
 
@@ -104,7 +108,8 @@ class StepRecorder:
 
 
 def on_line(one: Any, other: Any, steps: int) -> Any:
-    """Return what grows as from `one` to `other`, `steps` times; of a tuple, each element does."""
+    """Return the value `steps` steps after `one`, by linear extrapolation from `one` and the next step's `other`. In a
+    tuple, each element is extrapolated."""
     if one == other:
         return one
     if isinstance(one, int):
@@ -114,7 +119,7 @@ def on_line(one: Any, other: Any, steps: int) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same but for whole numbers in them."""
+    """Whether two values are the same except for the integers in them."""
     if one == other or (type(one) is int and type(other) is int):
         return True
     tuples = isinstance(one, tuple) and type(one) is type(other) and len(one) == len(other)

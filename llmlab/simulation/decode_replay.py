@@ -1,14 +1,13 @@
 """Replay of decode steps: a few steps of a long generation run, and the requests of the others are replayed.
 
-Decode steps differ in nothing but the length of the cache. The requests of two steps in a row to the allocator are
-recorded in their order; each size is then a + b · i, with i the number of the step, and the scratch of a kernel is what
-its workspace function yields for the shapes of step i. Before and after each step the allocator is exactly as if the
-step had run, although small requests of repeated layers are skipped (decode_requests.py). Every so often a step runs
-after all, and its requests must be the predicted ones. Where they are not, because a sliding window is full for
-example, `Mispredicted` tells between which two steps all are to run.
+Decode steps differ only in the length of the cache. The requests of two consecutive steps to the allocator are recorded
+in order. In step i, each size is then a + b · i, and a kernel's workspace function yields its scratch for the shapes of
+step i. Before and after each step, the allocator is exactly as if the step had run, although small requests of repeated
+layers are skipped (decode_requests.py). From time to time a step runs, and its requests must equal the predicted ones.
+If they differ, for example because a sliding window is full, `Mispredicted` says between which two steps all must run.
 
-What lives from one step to the next is the cache and the logits. During the replay the cache's tensors keep the shape
-of the last step that ran, and only their addresses are right; before a step runs they get their shape.
+The cache and the logits live from one step to the next. During the replay, the cache's tensors keep the shape of the
+last step that ran, and only their addresses are right. Before a step runs, their shapes are corrected.
 """
 
 from __future__ import annotations
@@ -26,20 +25,21 @@ from .decode_requests import Replayed, Replayer
 from .engine.engine import Engine
 from .profile.operator_log import Operators
 
-FEW = 24  # steps: a generation of as many runs them all
+FEW = 24  # steps: a generation of at most this many runs all of them
 FIRST = 4  # steps that run at the beginning: the prompt's, and one that may be the first to use a library's handle
-APART = 33  # steps, from one that runs to the next; odd, so that these are of every remainder by 2, 4, 8, 16
+APART = 33  # steps from one that runs to the next; odd, so that they have every remainder modulo 2, 4, 8 and 16
 
 
 class Mispredicted(Exception):
-    """Step `at` made other requests than were predicted; `since` was the last step before it that ran."""
+    """Step `at` sent other requests than predicted, and the steps from `since` on must run: from the last step before
+    it that ran, or if memory ran out, from the previous step."""
 
     def __init__(self, since: int, at: int) -> None:
         self.since, self.at = since, at
 
 
 def steps_that_run(run: Inference, window: int | None) -> set[int]:
-    """Return which calls of the model run; number 0 is the prompt's. `window`: the tokens of a sliding window."""
+    """Return the numbers of the model's calls that run; 0 is the prompt's. `window`: the tokens of a sliding window."""
     new_tokens = run.new_tokens
     if new_tokens <= FEW:
         return set(range(new_tokens))
@@ -49,9 +49,9 @@ def steps_that_run(run: Inference, window: int | None) -> set[int]:
 
 
 class Decoder:
-    """Stands in the place of a model in `step.generate`: a call runs the model, or replays a decode step.
+    """Replaces the model in `step.generate`: a call runs the model or replays a decode step.
 
-    `runs` are the numbers of the calls that run; others run too where nothing can be predicted.
+    `runs` are the numbers of the calls that run; others run too if nothing can be predicted.
     """
 
     def __init__(self, model: nn.Module, engine: Engine, operators: Operators, runs: set[int]) -> None:
@@ -72,7 +72,7 @@ class Decoder:
             if replayed and self.line is not None:
                 self._give_shape(_predicted(*self.line, number - 1), past_key_values)
             output, step = self._run(input_ids, past_key_values, options)
-        except (RuntimeError, MemoryError) as error:  # no room; or a cache that is not as the code made it
+        except (RuntimeError, MemoryError) as error:  # out of memory, or a cache in a state that the code never created
             if self.last_run == number - 1 and number in self.runs:
                 raise
             no_room = isinstance(error, (torch.OutOfMemoryError, MemoryError))
@@ -89,7 +89,7 @@ class Decoder:
         return output
 
     def _run(self, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> tuple[Any, DecodeStep | None]:
-        """Return the model's output, and the record of the step; None where it cannot be replayed."""
+        """Return the model's output, and the record of the step or None if it cannot be replayed."""
         record, first, others = StepRecorder(self.engine, _cached(cache)), len(self.operators), _others(cache)
         self.engine.observer = record
         try:
@@ -106,7 +106,7 @@ class Decoder:
         return output, DecodeStep(requests, kernels, living, counters)
 
     def _replay(self, replayer: Replayer, number: int, cache: Any) -> SimpleNamespace:
-        """Make the requests of step `number`; return an output with its logits."""
+        """Send the requests of step `number`, and return an output with only its logits."""
         assert self.line is not None
         cached, steps = _cached(cache), number - self.line[0]
         storages = [self.engine.held(tensor) for tensor in cached]
@@ -122,7 +122,7 @@ class Decoder:
         return SimpleNamespace(logits=self._made(replayer.logits(steps), logits))
 
     def _give_shape(self, step: DecodeStep, cache: Any) -> None:
-        """Let the cache be as it is after `step`."""
+        """Set the tensors and counters of the cache to their state after `step`."""
         living = iter(step.living)
         for layer, counters in zip(cache.layers, step.counters, strict=True):
             for name in ("keys", "values"):
@@ -131,7 +131,7 @@ class Decoder:
             vars(layer).update(counters)
 
     def _made(self, living: Living, address: int) -> Tensor:
-        """Return a fake tensor of this layout for memory that is allocated at `address`."""
+        """Return a fake tensor with the layout of `living`, whose memory is already allocated at `address`."""
         elements = living.size // living.dtype.itemsize
         with disable_current_modes(), self.engine.fake:
             made = torch.empty(elements, dtype=living.dtype, device=self.engine.device)
@@ -141,7 +141,7 @@ class Decoder:
 
 
 def _predicted(first: int, one: DecodeStep, other: DecodeStep, number: int) -> DecodeStep:
-    """Return what step `number` does where step `first` did `one` and the next one `other`."""
+    """Return the record of step `number`, predicted from `one` of step `first` and `other` of the step after it."""
     return on_line(one, other, number - first)
 
 
@@ -151,7 +151,7 @@ def _cached(cache: Any) -> list[Tensor]:
 
 
 def _others(cache: Any) -> list[int]:
-    """Return which tensors the cache has besides keys and values: a replay cannot change these."""
+    """Return the ids of the cache's tensors other than keys and values. A replay cannot change these tensors."""
     attributes = (item for layer in cache.layers for item in vars(layer).items())
     return [id(value) for name, value in attributes if isinstance(value, Tensor) and name not in ("keys", "values")]
 

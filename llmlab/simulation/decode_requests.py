@@ -1,9 +1,9 @@
 """Replay of one decode step: its requests to the allocator, and its kernels.
 
-The allocator serves small requests, of up to 1 MiB, from a pool of their own, and all layers make the same ones. If a
-layer finds this pool exactly as an earlier layer found it, every later layer will as well. Its small requests are then
-skipped, because each would get the address that the earlier layer got, and the pool would end as it is. Large requests
-are always made, and so are requests for tensors that outlive the step.
+The allocator serves small requests, of up to 1 MiB, from a separate pool, and all layers send the same ones. If a layer
+finds this pool exactly as an earlier layer found it, every later layer will as well. Its small requests are then
+skipped, because each would get the address that the earlier layer got, and the pool would not change in the end. Large
+requests are always sent, and so are requests for tensors that outlive the step.
 
 Small requests leave no events, except in the step with the highest peak (`Replayed.add_small_events`).
 """
@@ -28,7 +28,7 @@ from .workspaces.registry import FREE, Operator, Outputs
 
 
 class Change(NamedTuple):
-    """An allocation, or the free of one: of `size` bytes in the first step, and `growth` more in each later step.
+    """An allocation of `size` bytes in the first step, and `growth` more in each later step, or the free of one.
 
     `block` is the position of the allocation among the changes of the step, or -1 - n for tensor n of the cache before
     the step. `outlives`: the block is older than the step or lives on after it.
@@ -42,16 +42,16 @@ class Change(NamedTuple):
     place: Any = None
 
     def bytes(self, steps: int) -> int:
-        """Return its size, `steps` after the first step."""
+        """Return the size in bytes, `steps` after the first step."""
         return self.size + self.growth * steps
 
 
 class Plan:
-    """The changes of a step, and of every other step in which the same ones are large.
+    """The changes of a step, and of every other step in which the same changes are large.
 
-    `living` are the blocks of the tensors that live on. Changes that have an event in each step are `shown`: those of
-    the large pool, and those of blocks that outlive the step. `starts` are the positions from which small requests
-    repeat until `end`, each with the older blocks that are freed in between.
+    `living` are the blocks of the tensors that outlive the step. Changes that have an event in each step are `shown`:
+    those of the large pool, and those of blocks that outlive the step. `starts` are the positions from which small
+    requests repeat until `end`, each with the older blocks that are freed in between.
     """
 
     def __init__(self, changes: list[Change], living: list[int], steps: int) -> None:
@@ -76,7 +76,7 @@ class Plan:
 
 
 def _effect(at: int, change: Change, is_large: bool) -> Any:
-    """Return a value that is equal for changes that do the same to the small pool."""
+    """Return a value that is equal for changes with the same effect on the small pool."""
     if is_large:
         return "large"
     if change.outlives:
@@ -99,8 +99,8 @@ def _repetition(effects: list[Any]) -> tuple[int, int, int]:
 
 
 class Replayed(NamedTuple):
-    """A step that was replayed: its highest allocated bytes, the addresses of the tensors that live on, the time at
-    which it began, and the bytes that each change of its plan added."""
+    """A replayed step: its peak of allocated bytes, the addresses of the tensors that outlive it, the time at which it
+    began, its plan, and the bytes that each change of the plan added."""
 
     peak: int
     living: list[int]
@@ -109,7 +109,7 @@ class Replayed(NamedTuple):
     added: np.ndarray
 
     def add_small_events(self, engine: Engine) -> None:
-        """Add the events of the small requests, at addresses below 0, which nothing else has."""
+        """Add the events of the small requests, at addresses below 0, which nothing else uses."""
         for at in self.plan.small:
             change, time = self.plan.changes[at], self.began + 1 + at
             engine.events.append(Event(time, -1 - change.block, int(self.added[at])))
@@ -118,7 +118,7 @@ class Replayed(NamedTuple):
 
 
 class Replayer:
-    """Replays decode steps, each of which changes from `one` to `other` as much as from the step before to itself."""
+    """Replays decode steps, by linear extrapolation from the two consecutive steps `one` and `other`."""
 
     def __init__(self, engine: Engine, one: DecodeStep, other: DecodeStep) -> None:
         self.engine, self.one, self.other = engine, one, other
@@ -146,7 +146,7 @@ class Replayer:
         return kernels
 
     def replay(self, steps: int, cached: list[int]) -> Replayed:
-        """Replay the requests, `steps` after the first step; `cached`: the addresses of the cache before it."""
+        """Replay the requests of the step `steps` after the first one; `cached` are the cache's addresses before it."""
         engine, place, plan = self.engine, self.engine.place, self._plan(steps)
         began = engine.now() - 1  # the time of the last event
         first, allocated = len(engine.events), engine.memory.allocated
@@ -162,11 +162,11 @@ class Replayer:
         return Replayed(peak, [addresses[block] for block in plan.living], began, plan, added)
 
     def _request(self, plan: Plan, steps: int, began: int, addresses: dict[int, int]) -> None:
-        """Make the requests of `plan`, and write the address of each block into `addresses`."""
+        """Send the requests of `plan`, and write the address of each block into `addresses`."""
         engine, memory, stream, here = self.engine, self.engine.memory, self.engine.stream, None
         if engine.place is not None:
             engine.place = lambda: here
-        # If cached segments may be given back, the state of the small pool matters at every moment.
+        # If cached segments may be released, the state of the small pool matters at every moment.
         room = isinstance(memory, Allocator) and memory.has_room(change.bytes(steps) for change in plan.large)
         allocator = memory if isinstance(memory, Allocator) and room else None
         seen: dict[Any, int] = {}  # the positions at which the small pool was in a state
@@ -208,11 +208,11 @@ class Replayer:
         return self._plans[key]
 
     def _planned(self, scratch: dict[tuple[Request, Request], tuple[int, ...]], steps: int) -> Plan:
-        """Return the plan of a step; `scratch`: the sizes of each operator's buffers, and FREE, by its two calls."""
+        """Return the plan of a step. `scratch` has the sizes of each operator's buffers, or FREE, by its two calls."""
         living = [tensor.number for tensor in self.one.living]
         changes: list[Change] = []
         blocks: dict[int, int] = {}  # by the number of a malloc
-        buffers: dict[int, list[int]] = {}  # the scratch of each operator that is in use
+        buffers: dict[int, list[int]] = {}  # each operator's scratch that is in use
         sizes = {a.number: (a.size, b.size - a.size) for a, b in self._requests if a.kind == "malloc"}
         older = {-1 - at: Change(-1 - at, True, *sizes[number], True) for at, number in enumerate(living)}
 
@@ -241,7 +241,7 @@ class Replayer:
         return Plan(changes, [blocks[number] for number in living], steps)
 
     def _sizes_of(self, request: Request) -> tuple[int, ...]:
-        """Return what the workspace function yields for the shapes of `request`, before its outputs or after them."""
+        """Return the sizes that the workspace function yields for the shapes of `request`, before or after outputs."""
         with disable_current_modes():
             leaves = [
                 torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Argument) else leaf
@@ -254,5 +254,5 @@ class Replayer:
 
 
 def _call(request: Request) -> Request:
-    """Return what the scratch of an operator depends on."""
+    """Return `request` without its number and place, on which the scratch of an operator does not depend."""
     return request._replace(number=0, place=None)

@@ -1,7 +1,7 @@
-"""A model's layers as a beginning and a group that repeats, and the same model with fewer groups.
+"""Divides a model's layers into a beginning and a group that repeats, and builds the same model with fewer groups.
 
-Which layers are alike is read off the class, on the meta device: the names, types, shapes and settings of a layer's
-modules (its window, say, or its kind). A model with fewer layers must have the same ones in the same order.
+Layers are compared on the meta device. Two layers are equal if the names, types, parameter shapes and settings of their
+modules are (a window's length, for example). A model with fewer layers must have the same layers in the same order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Signature = tuple[Any, ...]
 class Depth:
     """A model's `layers`: the `first` ones do not repeat, the others are groups of `period` layers (0: none repeat).
 
-    With `least` layers the model has a first and a last group, and its last layers are those of the whole model.
+    With `least` layers, the model has a first and a last group, and its last layers equal those of the whole model.
     `stacks` are the paths of the module lists that hold the layers; an encoder and a decoder have one each.
     """
 
@@ -41,11 +41,11 @@ class Depth:
 
     @property
     def groups(self) -> int:
-        """How many groups the model has beyond its least layers."""
+        """The number of groups that the model has in addition to its `least` layers."""
         return (self.layers - self.least) // self.period if self.period else 0
 
     def begun_after(self, groups: int) -> Depth:
-        """Return it with so many groups more among the least layers, if it has one more than that.
+        """Return this depth with up to `groups` more groups among the `least` layers, which leaves one further group.
 
         >>> Depth(32, 0, 1, 2, ()).begun_after(2).least, Depth(3, 0, 1, 2, ()).begun_after(2).least
         (4, 2)
@@ -53,7 +53,8 @@ class Depth:
         return replace(self, least=self.least + min(groups, max(0, self.groups - 1)) * self.period)
 
     def deeper(self, path: str) -> str:
-        """Return the path that the module at `path` of the least deep model has with one more group in its middle.
+        """Return the new path of the module at `path` after one more group is inserted in the middle of the model with
+        the `least` layers.
 
         >>> Depth(32, 0, 1, 2, ("model.layers",)).deeper("model.layers.1.mlp")
         'model.layers.2.mlp'
@@ -75,7 +76,7 @@ def depth_of(spec: ModelSpec) -> Depth:
         return Depth(spec.layers, 0, 0, spec.layers, tuple(stacks))
     columns = list(zip(*stacks.values(), strict=True))
     count = len(columns)
-    for length in range(2 + _deepstack(spec), count):  # of the beginning and two groups
+    for length in range(2 + _deepstack(spec), count):  # layers of the beginning and of two groups
         for period in range(1, length // 2 + 1):
             first = length - 2 * period
             least = length + (count - length) % period
@@ -86,14 +87,14 @@ def depth_of(spec: ModelSpec) -> Depth:
 
 
 def _deepstack(spec: ModelSpec) -> int:
-    """Return in how many of the first layers the tower's features are added to the text's, as Qwen3-VL does."""
+    """Return the number of first layers in which features of the vision tower are added to the text, as in Qwen3-VL."""
     vision = spec.config.get("vision_config") or {}
     known = 3 if spec.family.startswith("qwen3_vl") else 0
     return len(vision.get("deepstack_visual_indexes", range(known)))
 
 
 def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
-    """Return `spec` with its first `layers` layers, in an encoder and in a decoder."""
+    """Return `spec` with only its first `layers` layers; with an encoder and a decoder, of each."""
     config = spec.config
     text = dict(text_config(config))
     known = families().get(text["model_type"], {})
@@ -104,9 +105,9 @@ def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
     for name, value in list(text.items()):
         listed = isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
         if listed and len(value) in counts.values():
-            text[name] = value[:layers]  # one for each layer
+            text[name] = value[:layers]  # one entry per layer
         elif isinstance(value, list) and name.endswith("layers") and all(isinstance(item, int) for item in value):
-            text[name] = [item for item in value if item < layers]  # their numbers
+            text[name] = [item for item in value if item < layers]  # numbers of layers
     if config["model_type"] != text["model_type"]:
         nested = families()[config["model_type"]]["nested"]
         text = config | {next(key for key, kind in nested.items() if kind == text["model_type"]): text}
@@ -114,7 +115,7 @@ def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
 
 
 def _has(spec: ModelSpec, layers: int, columns: list[Any]) -> bool:
-    """Whether the model with so many layers has the first ones of `columns`."""
+    """Whether the model with `layers` layers has the first `layers` layers of `columns`."""
     try:
         stacks = _stacks(with_layers(spec, layers))
     except (SpecError, NotAvailable):
@@ -123,7 +124,7 @@ def _has(spec: ModelSpec, layers: int, columns: list[Any]) -> bool:
 
 
 def _stacks(spec: ModelSpec) -> dict[str, list[Signature]]:
-    """Return the module lists that hold as many layers as the config says, by path, with a signature of each layer."""
+    """Return the signatures of the layers in each module list that is as long as the config says, by path."""
     model = on_meta(spec, Training(attention="eager"))
     text = text_config(spec.config)
     known = {**families().get(text["model_type"], {}).get("sizes", {}), **text}
@@ -136,7 +137,7 @@ def _stacks(spec: ModelSpec) -> dict[str, list[Signature]]:
 
 
 def _signature(layer: nn.Module) -> Signature:
-    """Return what says that two layers are alike: their modules' names, types, parameters' shapes and settings."""
+    """Return a value that is the same for equal layers: their modules' names, types, parameter shapes and settings."""
     return tuple(
         (name, type(module).__name__, tuple((key, tuple(each.shape)) for key, each in module._parameters.items()
                                             if each is not None), _settings(module))

@@ -1,4 +1,4 @@
-"""Traces made where there are none yet: once for a model and the options of its run, then kept."""
+"""Derives a trace if none is stored yet: once for a model and the options of its run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..traces.store import find, has_trace, keep
 from ..traces.trace import Trace
 
 _announced: set[str] = set()  # models
-_without: set[tuple[str, Training, str]] = set()  # config, run and card of steps that have no trace
+_without: set[tuple[str, Training, str]] = set()  # config, run and GPU of steps that have no trace
 
 
 def trace_of(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
-    """Return the trace of `run`, which is made and kept if there is none yet; None where none can be made, as without
-    torch."""
+    """Return the trace of `run`, which is derived and stored if there is none yet. Return None if it cannot be derived,
+    for example without torch."""
     if (isinstance(gpu, str) and gpu.lower() == "cpu") or not has_trace(run):
         return None
     card = find_gpu(gpu)

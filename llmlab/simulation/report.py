@@ -1,4 +1,4 @@
-"""`lab.simulate`: build the run's real model on fake tensors, take its step, and report what the card would show."""
+"""`lab.simulate`: builds the run's real model on fake tensors, runs its step, and reports its memory and time."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ EAGER_ON_CPU = Note(
     "On a CPU compile=True is simulated as an eager step, whose memory is an upper bound of a compiled one's.",
 )
 
-ROOMY = 2**50  # bytes: of a card on which nothing runs out
+ROOMY = 2**50  # bytes of a GPU on which memory never runs out
 
-# bitsandbytes computes the columns of outliers apart, in 16 bit; how many there are only values say.
+# bitsandbytes computes outlier columns separately, in 16 bits, and their number depends on values.
 INT8_NOTE = Note(
     "int8-outliers",
     "The simulation assumes that no activation exceeds int8's outlier threshold; outlier columns need more memory.",
 )
 
-# benchmarks/memory/loading.py simulates the order of threads, and shows what the published rows reserved more.
+# benchmarks/memory/loading.py simulates the order of threads, and shows how much more the published rows reserved.
 NF4_NOTE = Note(
     "nf4-load-order",
     "The simulation loads NF4 weights one at a time, as transformers 5.4 and later do. Earlier versions load them in "
@@ -80,12 +80,13 @@ NF4_NOTE = Note(
 def simulated(
     model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time, how_much: bool = True
 ) -> Report:
-    """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights.
+    """Return the report of `llmlab.simulate`; quantized weights load in `load_order`.
 
-    Of a pipeline the first, the second and the last stage are simulated: behind the second none but the last, which has
-    the head, holds more than the second. Where memory runs out all is simulated a second time, without a limit, for
-    what would have been needed; unless `how_much` is False: then the report says where it ran out, and no more. If
-    torch.compile ran eager, the sizes are upper bounds, so the outcome is "unknown" where memory runs out.
+    Of a pipeline, the first, the second and the last stage are simulated: among the stages after the second, only the
+    last one can need more than the second, because it has the head. If memory runs out, a stage is simulated a second
+    time, without a limit, to find the bytes that it needs. If `how_much` is False, this is skipped, and the report says
+    only where memory ran out. If torch.compile ran code eagerly, sizes are upper bounds, so the outcome is "unknown" if
+    memory runs out.
     """
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
@@ -147,11 +148,12 @@ def recorded(
     load_order: LoadOrder = one_at_a_time,
     stage: int = 0,
 ) -> StepRecording:
-    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU. Of a pipeline it is that of the
-    first rank of `stage`.
+    """Return the recording of the simulated step, with its `operators`; `gpu` None is the CPU. Of a pipeline, the first
+    rank of `stage` is simulated.
 
-    `allocator` makes the card's, given the bytes that the driver has for it. `on_phase` is called as each phase begins,
-    with None for one that does not count, as in the step that warms up. Quantized weights load in `load_order`.
+    `allocator` creates the GPU's allocator from the number of bytes that the driver can allocate. `on_phase` is called
+    when a phase begins, with None for a phase that does not count, such as those of the warm-up step. Quantized weights
+    load in `load_order`.
     """
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
     run = check(spec, run, card)
@@ -166,7 +168,7 @@ def recorded(
                 return _take(spec, run, card, runs, allocator, on_phase, load_order, stage)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
-            except Exception as error:  # of a class that was never tried with this run
+            except Exception as error:  # from a model class that was never tried with this run
                 if spec.has_formulas or isinstance(error, (NotAvailable, SpecError)):
                     raise
                 reason = " ".join(str(error).split())[:300]
@@ -175,7 +177,7 @@ def recorded(
 
 
 def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
-    """Raise NotAvailable for a run that is not simulated, without starting it."""
+    """Raise NotAvailable for a run that cannot be simulated, without starting it."""
     if isinstance(run, Training) and (own := stack_of(run)).own_program:
         if card is None:
             raise NotAvailable(f"simulate supports stack={own.name!r} on GPUs only; name one")
@@ -190,7 +192,7 @@ def _take(
     spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], allocator: Callable[[int], Allocator],
     on_phase: Callable[[str | None], None] | None, load_order: LoadOrder, stage: int,
 ) -> StepRecording:  # fmt: skip
-    """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
+    """Return the recording of a run. In a generation, the model's calls numbered `runs` run; others may be replayed."""
     own, host = stack_of(run), None
     gc.collect()
     with swept() as look, ExitStack() as stack:
@@ -218,7 +220,7 @@ def _take(
             try:
                 _steps(spec, run, recording, runs, ranks, load_order, stage)
             except Mispredicted:
-                engine.stop()  # in the midst of a step, tensors are not where the engine knows them to be
+                engine.stop()  # in the middle of a step, tensors are not at the addresses that the engine knows
                 raise
             except torch.OutOfMemoryError:
                 assert engine.refused is not None
@@ -246,12 +248,12 @@ def _steps(
             engine.remark(EAGER_ON_CPU)
         shapes = [(run.sequences, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
-    if isinstance(run, Training) and (images := images_of(spec, run)):  # whose places decide shapes
+    if isinstance(run, Training) and (images := images_of(spec, run)):  # the positions of images decide shapes
         with disable_current_modes():
             inputs = [with_images(torch.zeros(shape, dtype=torch.int64), images) for shape in shapes]
     recording.enter("load")
     if isinstance(run, Training) and stack_of(run).own_program:
-        where = (stage,) if run.pp > 1 else ()  # asked of stacks that have pipelines
+        where = (stage,) if run.pp > 1 else ()  # only stacks with pipelines have this parameter
         step = builder(spec, run)(spec, run, engine.device, inputs, recording.recomputing, *where)
     else:
         step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks, load_order)
@@ -312,8 +314,8 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
 
 
 def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> dict[str, Any]:
-    """Return FLOP and, where every kernel's time is known, the time: of the kernels that ran, and of what ranks send,
-    which is what `estimate` has for it."""
+    """Return the FLOP and, if the time of every kernel is known, the time: that of the kernels that ran, and the
+    communication time that `estimate` computes."""
     operators = recording.operators
     rates: dict[str, Any] = {"flops": operators.flops}
     seconds: float | None
@@ -323,7 +325,7 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
         return rates
     if isinstance(run, Training):
         if stack_of(run).own_kernels:
-            return rates  # some functions are compiled, and of Apex's kernels there is only what they allocate
+            return rates  # some functions are compiled, and of Apex's kernels only the allocations are simulated
         traced = operators.traced(logits_of(spec, run))
         timed = timing(spec, run, card, traced=traced) if traced else None
         if timed is None or timed.seconds is None:

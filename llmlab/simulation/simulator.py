@@ -1,12 +1,12 @@
-"""`with lab.simulator("A100-40GB") as sim:` any code written for "cuda" runs unchanged, on a machine without CUDA.
+"""`with lab.simulator("A100-40GB") as sim:` runs any code written for "cuda" unchanged, on a machine without CUDA.
 
-Inside the block this thread has one simulated card. What goes to "cuda" becomes a fake tensor, whose memory the model
-of the caching allocator counts; it has a shape and a dtype and no values. What stays on the host is real (data sets,
-samplers, token ids), but for parameters, which are fake there too and take no memory.
+Inside the block, this thread has one simulated GPU. Tensors on "cuda" are fake tensors, whose memory a model of the
+caching allocator counts. They have a shape and a dtype, but no values. Tensors on the host are real (data sets,
+samplers, token ids), except parameters, which are fake there too and need no memory.
 
-Reading a float that the card computed gives a placeholder, so that loops which log a loss run to their end. Code that
-branches on such a value, or takes a size from it, gets NotAvailable with the operator and its own line; `simulator`
-says all of it. Light to import: torch comes with the first call.
+Reading a float that the GPU computed returns a placeholder, so that loops that log a loss run to their end. Code that
+branches on a placeholder causes a warning, and code that would use one as a size gets NotAvailable, with the operator
+and the line; `simulator` describes the rules. This module imports torch only at the first call.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ EAGER_TOO_LARGE = Note(
 
 
 class Simulator:
-    """The memory of the simulated card, in bytes: inside the block as it is now, after it as it was at its end.
+    """The simulated GPU's memory, in bytes: the current figures inside the block, and the last ones after it.
 
-    `gpu` is the card. `allocated`, `reserved`, their peaks since the block began or `reset_peak()` was last called, and
-    `timeline`, what was allocated after each allocation and each free, are those of `lab.meter`.
+    `gpu` is the GPU that is simulated. `allocated`, `reserved`, their peaks since the block began or since the last
+    `reset_peak()`, and `timeline`, the bytes after each allocation and each free, mean the same as in `lab.meter`.
     """
 
     def __init__(self, card: Card, phases: Phases) -> None:
@@ -51,19 +51,19 @@ class Simulator:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the process group that the code made; 1 where it made none."""
+        """The number of ranks in the process group that the code created; 1 if it created none."""
         return self._card.ranks
 
     def launch(self, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
-        """Go on as rank 0 of `world_size` on nodes of `per_node` GPUs; the environment stays until os.environ is
-        restored by the caller."""
+        """Continue as rank 0 of `world_size` ranks, on nodes of `per_node` GPUs. Environment variables stay set until
+        the caller restores os.environ."""
         from .distributed.process_group import launch
 
         launch(self._card, world_size, per_node)
 
     @property
     def allocated(self) -> int:
-        """Bytes of the tensors on the card, rounded up to blocks: torch.cuda.memory_allocated."""
+        """Bytes of the tensors on the GPU, rounded up to blocks: torch.cuda.memory_allocated."""
         return self._card.memory.allocated
 
     @property
@@ -73,22 +73,22 @@ class Simulator:
 
     @property
     def peak_allocated(self) -> int:
-        """The most that was allocated, whatever torch.cuda.reset_peak_memory_stats the code inside calls."""
+        """The most allocated bytes, even if the code inside calls torch.cuda.reset_peak_memory_stats."""
         return self._card.peaks[0]
 
     @property
     def peak_reserved(self) -> int:
-        """The most that was reserved, likewise."""
+        """The most reserved bytes, even if the code inside calls torch.cuda.reset_peak_memory_stats."""
         return self._card.peaks[1]
 
     @property
     def timeline(self) -> Timeline:
-        """Bytes allocated after each allocation and each free, in order; `timeline.plot()` says what for."""
+        """Bytes allocated after each allocation and each free, in order; `timeline.plot()` shows their categories."""
         return self._phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
 
     @contextmanager
     def kept_files(self) -> Iterator[None]:
-        """Let functions of os and shutil, as they are now, find the checkpoints that were not written."""
+        """Patch the current functions of os and shutil so that they find checkpoints that were not written to disk."""
         from .checkpoints.virtual_files import VirtualFiles
 
         with VirtualFiles(self._card.kept_files).patched():
@@ -96,19 +96,19 @@ class Simulator:
 
     @property
     def has_upper_sizes(self) -> bool:
-        """Whether torch.compile ran some code eager, so that the sizes are upper bounds."""
+        """Whether torch.compile ran some code eagerly, so that the sizes are upper bounds."""
         return self._card.engine.has_upper_sizes
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """What was assumed or is not counted: a sentence each, whose `code` names its kind."""
+        """Assumptions and omissions: a sentence each, whose `code` names its kind."""
         from .engine.engine import notes_of
 
         return notes_of(self._card.engine)
 
     @property
     def out_of_memory(self) -> str | None:
-        """Which operator last asked for more than the card had, and by how much; None where all found room."""
+        """The operator whose request last exceeded the GPU's memory, and by how much; None if all requests fit."""
         from ..base.units import show_bytes
 
         error, place = self._card.engine.refused, self._card.engine.asked
@@ -118,30 +118,30 @@ class Simulator:
 
     @property
     def counts_all_kernels(self) -> bool:
-        """Whether `operators` are all that a card would run: no kernel of Triton's."""
+        """Whether `operators` are all that a GPU would run, because no Triton kernel of unknown time was launched."""
         return not self._card.engine.launches
 
     def reset_peak(self) -> None:
-        """Let the peaks start again from what is allocated and reserved now."""
+        """Reset the peaks to the bytes that are allocated and reserved now."""
         self._card.memory.reset_peak()
         self._card.peaks_before = 0, 0
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` has memory on the simulated card."""
+        """Return whether `tensor` has memory on the simulated GPU."""
         return self._card.engine.address(tensor) is not None
 
     def end_step(self) -> None:
-        """Say that a step of the training loop has ended, so that `growth` can compare two of them."""
+        """Mark the end of a step of the training loop, so that `growth` can compare two steps."""
         self._card.history.steps.append(len(self._card.history.entries))
 
     @property
     def growth(self) -> dict[str, int]:
-        """Bytes that the last step left behind, by module and line; empty before the second `end_step()`."""
+        """Bytes by which memory grows with each step, by module and line; empty before the second `end_step()`."""
         return self._card.history.growth()
 
     @contextmanager
     def operators(self) -> Iterator[Operators]:
-        """Give a list of the operators that run on the card inside the block, with their FLOP, bytes and `seconds`.
+        """Yield a list of the operators that run on the GPU inside the block, with their FLOP, bytes and `seconds`.
 
             with sim.operators() as operators:
                 step()
@@ -160,8 +160,8 @@ class Simulator:
     def save_snapshot(self, path: str | PathLike[str]) -> None:
         """Write the segments and the history to `path` as torch.cuda.memory._dump_snapshot does.
 
-        https://pytorch.org/memory_viz opens it, and `python -m torch.cuda._memory_viz`. Each allocation has its
-        operator and module, then the stack of the Python code that made it. A crash leaves the old file or none.
+        https://pytorch.org/memory_viz and `python -m torch.cuda._memory_viz` open it. Each allocation has its operator
+        and module, followed by the Python stack. After a crash, the file is the old one or missing.
         """
         from .profile.snapshot import write_snapshot
 
@@ -176,47 +176,51 @@ class Simulator:
 
 @contextmanager
 def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | None = None) -> Iterator[Simulator]:
-    """Simulate `gpu` as this thread's only CUDA device until the block ends; nothing stays patched, whatever happens.
+    """Simulate `gpu` as this thread's only CUDA device until the block ends. All patches are then undone, even after an
+    error.
 
-    PYTORCH_CUDA_ALLOC_CONF is read when the block begins, and again at its first request for memory. Above the card's
-    memory torch.cuda.OutOfMemoryError is raised, as by torch, and code that catches it can go on.
+    PYTORCH_CUDA_ALLOC_CONF is read when the block begins, and again at the first request for memory. If the GPU's
+    memory runs out, torch.cuda.OutOfMemoryError is raised, as by torch, and code that catches it can continue.
 
-    Values. Tensors on the card have none. What a healthy run shows is taken for granted: everything is finite, the
-    GradScaler never skips a step, and generate() draws no end-of-sequence token. `.item()` and `.tolist()` of floats
-    give a number that prints as "?", can be computed with and stored. Where it is compared, and for `float()`, NumPy
-    and tensors on the host that such values are written to, it is 1.0, or 0 for integers, with a warning once for each
-    line. `assume=2.5` makes every single number that is read 2.5 (2, True) and every time between two events, without
-    a word. Known, and followed: integers and masks that come from the host or from torch.arange and its like, token ids
-    that torch.randint draws on the card, floats of the host, and what collectives make of them. What these size
-    (x[mask], nonzero, repeat_interleave) is right; what the card's own results would size raises NotAvailable, with the
-    operator and the line.
+    Values. Tensors on the GPU have none. The simulator assumes a healthy run: everything is finite, the GradScaler
+    never skips a step, and generate() draws no end-of-sequence token. `.item()` and `.tolist()` of floats return a
+    number that prints as "?" and can be used in arithmetic and stored. When it is compared, or passed to `float()`,
+    NumPy or a tensor on the host, it is 1.0, or 0 for integers, with one warning per line. With `assume=2.5`, every
+    single number that is read and every time between two events is 2.5 (2 for integers, True for flags), without a
+    warning. The simulator knows and follows integers and masks that come from the host or from functions like
+    torch.arange, token ids that torch.randint draws on the GPU, floats on the host, and results of collectives on
+    these. Sizes that depend on known values (x[mask], nonzero, repeat_interleave) are right. A size that depends on the
+    GPU's own results raises NotAvailable, with the operator and the line.
 
-    Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
-    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. So do
-    torch.distributed.checkpoint's save, async_save and load, of this rank's files. Files that are there load for real.
+    Checkpoints. torch.save and safetensors write no file that would contain simulated tensors. Its content stays in
+    memory until the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it.
+    The same applies to torch.distributed.checkpoint's save, async_save and load, for this rank's files. Existing files
+    load for real.
 
-    Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
-    torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP (both),
-    DeepSpeed's ZeRO, DTensor, pipeline stages, context parallelism, accelerate and the Trainer run as they are, and the
-    card holds what rank 0's would, but for NCCL's own buffers, which are not the allocator's. All ranks have this
-    rank's values, and collectives make of those what they would. A router's tokens are counted as even among its
-    experts, and a note says so.
+    Several GPUs. With `world_size`, this process is rank 0 of that many ranks: RANK, LOCAL_RANK and WORLD_SIZE are set
+    as torchrun sets them, and init_process_group creates a group whose other ranks do not exist. DDP, FSDP (both),
+    DeepSpeed's ZeRO, DTensor, pipeline stages, context parallelism, accelerate and the Trainer run unchanged. The
+    memory is that of rank 0's GPU, except NCCL's own buffers, which the allocator does not manage. All ranks have this
+    rank's values, and collectives compute their results from them. A router's tokens are counted as split evenly among
+    its experts, and a note says so.
 
-    torch.compile compiles, up to the kernels: what Inductor fuses, saves and makes again is its choice for the card,
-    and its buffers are the card's. That takes seconds for each graph, and Triton. A graph that cannot be compiled here
-    runs eager, and a note names it; its autotuning and its CUDA graphs are left out, with a note.
+    torch.compile compiles everything except the kernels. Inductor decides for this GPU which operators to fuse and
+    which tensors to save or recompute, and its buffers are counted. This needs Triton, and seconds for each graph. A
+    graph that cannot be compiled here runs eagerly, and a note names it. Autotuning and CUDA graphs are left out, with
+    a note.
 
-    Not simulated: CUDA graphs, kernels compiled for the card, DeepSpeed's pipelines and compiled operators (all are
-    refused), cuDNN's workspaces, which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says
-    so), sparse tensors, and time: events give "?", and so do the card's sensors. Triton's kernels are launched and do
-    nothing: they write into tensors that they are given.
-    A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
-    current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
-    torch.cuda import is_available`, stay what they were. Names that a module first imported inside it took are torch's
-    after it, and so are the script's own; what was answered inside, as `CUDA = is_available()`, is not asked again.
+    Not simulated: CUDA graphs, kernels compiled for the GPU, DeepSpeed's pipelines and compiled operators (all of these
+    are refused), cuDNN's workspaces, which depend on the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note
+    says so), sparse tensors, and time: events return "?", and so do the GPU's sensors. Triton kernels are launched and
+    do nothing, because they write only into existing tensors.
+    A DataLoader's workers run in this thread. Each stream has its own blocks, but the backward pass runs on the stream
+    that is current when it is called. Parameters on the host have no values either. Names bound before the block, as by
+    `from torch.cuda import is_available`, are not patched. Names that the script, or a module first imported inside the
+    block, took from torch are torch's own again after the block. An answer stored inside the block, such as
+    `CUDA = is_available()`, keeps its value.
 
-    Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
-    meter, and SpecError inside another simulator and in a second thread.
+    Raises UnknownName for an unknown GPU, NotAvailable without torch, for a GPU without CUDA and inside a meter, and
+    SpecError inside another simulator and in a second thread.
     """
     device = find_gpu(gpu)
     if find_spec("torch") is None:

@@ -1,9 +1,9 @@
-"""Derivation of a trace: the real step, simulated at a few sizes and two depths, gives every tensor its formula.
+"""Derives a trace: simulating the real step at a few sizes and two depths determines the formula of every tensor.
 
-The step is simulated at four points (B, T), where it must run the same operators. The bytes of each request, and the
-numbers of each operator, at these points determine their polynomials in B and T. A fifth simulation has one more group
-of layers: the difference between the same moments of both depths is what each further group adds, and so is the
-difference between their times. The trace must then give all five peaks.
+The step is simulated at four points (B, T), or at least two if T is fixed, where it must run the same operators. The
+bytes of each request, and the numbers of each operator, at these points determine their polynomials in B and T. One
+more simulation has one more group of layers. Each further group adds the difference between the same moments of both
+depths, and the difference between their times. The trace must then reproduce the peaks of all these simulations.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .depth import Depth, depth_of, with_layers
 from .report import ROOMY, recorded
 
 IN_FLIGHT = 2  # groups whose weights FSDP has gathered, or whose gradients it has not reduced yet
-APART = 0.015  # by which a trace may differ from the simulations that it is made of
+APART = 0.015  # the largest relative difference allowed between the peaks of a trace and of its simulations
 
 
 class Untraceable(NotAvailable):
-    """The step runs other operators at other sizes, so it has no formula."""
+    """The step has no formula, for example because it runs different operators at different sizes."""
 
 
 class _Request(NamedTuple):
-    """A request for memory: bytes, and what for."""
+    """A request for memory: its size in bytes, its part of the report, and the module and operator that sent it."""
 
     size: int
     part: str
@@ -48,10 +48,10 @@ class _Request(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A simulated step: its requests, what changes, the peak in bytes, and the operators.
+    """A simulated step: its requests, its changes, the peak in bytes, and the operators.
 
-    A change has the phase and the number of the request, counted from 1: positive if memory is allocated, negative if
-    it is freed, 0 where a phase begins.
+    A change consists of the phase and the number of the request, counted from 1. The number is positive if memory is
+    allocated, negative if it is freed, and 0 where a phase begins.
     """
 
     requests: list[_Request]
@@ -61,14 +61,14 @@ class _Step(NamedTuple):
 
 
 def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
-    """Return the trace of `run` on one `card`. Raises Untraceable for a step without one."""
+    """Return the trace of `run` on one GPU, `card`. Raises Untraceable if the step has no formula."""
     images = images_of(spec, run)
     longest = 2 * run.seq_len if spec.rotary else spec.max_positions
     for fixed in (False, True):
         at = points(run.micro_batch, run.seq_len, fixed, longest, images.needed if images else 1)
         if at is None:
             continue
-        gc.freeze()  # each simulation collects garbage, which is in nothing that was there before
+        gc.freeze()  # each simulation collects garbage, and no object from before it is garbage
         try:
             return _derived(spec, run, card, at, fixed)
         except Untraceable:
@@ -89,7 +89,7 @@ def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, 
     operators = _kernels(shallow.steps, at)
     if depth.period:
         more = with_layers(spec, depth.least + depth.period)
-        # The point at which the fewest formulas have equal values: the deeper step's operators are told apart by them.
+        # At this point the fewest formulas have equal values, and their values identify the deeper step's operators.
         sizes = max(at, key=lambda sizes: len({formula.at(*sizes) for formula in operators.formulas}))
         step = _step(more, replace(run, micro_batch=sizes[0], seq_len=sizes[1]), card)
         requests = shallow.steps[at.index(sizes)].requests
@@ -106,11 +106,11 @@ def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, 
 
 
 def _terms_like(known: Sequence[Term], requests: Sequence[_Request], step: _Step) -> list[Term]:
-    """Return the formulas of a deeper step's requests: those of the shallower step's `requests` for as many bytes, of
-    the same module in another layer if there is one."""
+    """Return the terms of a deeper step's requests. Each has the formula of one of the shallower step's `requests` for
+    as many bytes, if possible from the same operator, and from the same module in another layer."""
     sized: dict[tuple[object, ...], Term] = {}
     for term, request in zip(known, requests, strict=True):
-        size = request.size  # the formula's own is another where the sizes are no polynomial
+        size = request.size  # the formula's value differs from it if no polynomial fits the sizes
         for key in ((size,), (size, term.operator), (size, term.operator, term.part, collapsed(term.module))):
             sized.setdefault(key, term)
     terms = []
@@ -125,7 +125,7 @@ def _terms_like(known: Sequence[Term], requests: Sequence[_Request], step: _Step
 
 
 def shown(operator: str) -> str:
-    """Return an operator's name as people say it: "mm" for aten.mm.default."""
+    """Return an operator's short name: "mm" for aten.mm.default."""
     return operator.removeprefix("aten.").removesuffix(".default")
 
 
@@ -133,15 +133,15 @@ Place = tuple[str, str, str]  # phase, module, operator
 
 
 class _Alive(NamedTuple):
-    """The term that was allocated last, and how many tensors of each are alive, by their numbers."""
+    """The number of the term that was allocated last (-1: none), and the number of live tensors of each term."""
 
     last: int
     counts: dict[int, int]
 
 
 class _Traced(NamedTuple):
-    """The steps of one depth as one: the moments at each place in their order, and the terms of the requests, each in
-    its own layer."""
+    """The combined steps of one depth: the moments at each place, in order, and the term of each request, whose module
+    path includes the layer's number."""
 
     moments: dict[Place, list[_Alive]]
     terms: Sequence[Term]
@@ -165,7 +165,7 @@ def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
     numbers: dict[int, int] = {}
     changes: list[tuple[str | None, int]] = []
     block_changes: list[Change] = changes_of(engine.events, recording.marks, blocks_of(logits_sizes(spec, run)))
-    freed: list[int] = []  # one after another, in an order that may be that of addresses (autocast's cache)
+    freed: list[int] = []  # consecutive frees, whose order may depend on addresses (autocast's cache)
     for phase, block, size in block_changes:
         if block is not None and size < 0:
             freed.append(numbers[id(block)])
@@ -185,7 +185,7 @@ def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
 
 
 def _kernels(steps: Sequence[_Step], at: Sequence[tuple[int, int]]) -> KernelTrace:
-    """Return the formulas of the operators of one step at these points, if it runs the same ones at all."""
+    """Return the formulas of a step's operators, or an empty trace if different points run different operators."""
     numbers: dict[KernelFormula, int] = {}
     order = []
     for same in zip(*[step.operators for step in steps], strict=False):
@@ -201,9 +201,9 @@ def _kernels(steps: Sequence[_Step], at: Sequence[tuple[int, int]]) -> KernelTra
 
 
 def _deeper(shallow: KernelTrace, operators: Sequence[Kernel], at: tuple[int, int]) -> KernelTrace:
-    """Return `shallow` with the `operators` of a deeper step, which are those of the same numbers, and of several such
-    one that runs after the operator before. One that has none, as an update of a list of all parameters, is of this
-    size at any."""
+    """Return `shallow` with the `operators` of a deeper step. Each has the formula whose numbers at `at` are the same;
+    if there are several, one that also follows the previous operator in the shallower step. An operator without a
+    formula, such as an update of a list of all parameters, gets constants."""
     if not shallow.formulas:
         return shallow
     follows = {*zip(shallow.shallow, shallow.shallow[1:], strict=False)}
@@ -222,8 +222,8 @@ def _deeper(shallow: KernelTrace, operators: Sequence[Kernel], at: tuple[int, in
 
 
 def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:
-    """Return the formula of a request that has these sizes at these points. A part is told from a size, and at one
-    point the logits may have the size of another tensor, so it is the part at most of the points."""
+    """Return the term of a request that has these sizes at these points. Parts are inferred from sizes, and at one
+    point the logits may have the size of another tensor, so the term has the part of most points."""
     first = requests[0]
     part = Counter([request.part for request in requests]).most_common(1)[0][0]
     formula = _formula([request.size for request in requests], at)
@@ -231,7 +231,7 @@ def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:
 
 
 def _formula(sizes: Sequence[int], at: Sequence[tuple[int, int]]) -> Polynomial:
-    """Return the polynomial of these sizes; of sizes that have none, bytes per token."""
+    """Return the polynomial through these sizes; if there is none, average bytes per token, times the tokens."""
     if polynomial := polynomial_through(tuple(sizes), tuple(at)):
         return polynomial
     (batch, tokens), (other, longer) = at[0], at[-1]
@@ -239,8 +239,8 @@ def _formula(sizes: Sequence[int], at: Sequence[tuple[int, int]]) -> Polynomial:
 
 
 def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> dict[Place, list[_Alive]]:
-    """Return the moments before something is freed, those at which a phase begins, and the one at which all is loaded.
-    A term has its number among `numbers`, which has the same term of all layers once."""
+    """Return the moments right before memory is freed, those at which a phase begins, and the end of loading.
+    `numbers`, to which new terms are added, has one number for the same term of all layers."""
     anonymous = [term._replace(module=collapsed(term.module)) for term in terms]
     indices = [numbers.setdefault(term, len(numbers)) for term in anonymous]
     alive: dict[Place, list[_Alive]] = {}
@@ -262,14 +262,14 @@ def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> di
             alive["load", "", LOADED] = [_Alive(-1, dict(live))]
         if number == 0:
             loading = phase == "load"
-        if number == 0 and phase is not None:  # it may allocate nothing
+        if number == 0 and phase is not None:  # the phase may allocate nothing
             alive.setdefault((phase, "", "its beginning"), []).append(_Alive(-1, dict(live)))
     return alive
 
 
 def _pairs(shallow: Sequence[_Alive], deep: Sequence[_Alive]) -> Iterator[tuple[_Alive, _Alive]]:
-    """Yield the moments at one place with those of the deeper model: from the first as long as both allocate the same,
-    as an optimizer does for one parameter after the other, and the rest from the end."""
+    """Yield each moment at one place together with that of the deeper model. They are paired from the first one as long
+    as both models allocate the same, as an optimizer does parameter by parameter, and the others from the end."""
     more = len(deep) - len(shallow)
     same = more >= 0
     for number, moment in enumerate(shallow):
@@ -281,7 +281,7 @@ def _pairs(shallow: Sequence[_Alive], deep: Sequence[_Alive]) -> Iterator[tuple[
 
 
 def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]) -> Trace:
-    """Return the trace of two depths: what the deeper one has more in the same moment is one more group of layers."""
+    """Return the trace from two depths. Tensors that the deeper model adds to the same moment are one more group's."""
     moments = []
     for (phase, module, operator), alive in shallow.moments.items():
         twins = deep.moments.get((phase, depth.deeper(module), operator))
@@ -300,7 +300,8 @@ def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]
 
 
 def _highest(moments: Sequence[Moment], terms: Sequence[Term]) -> list[Moment]:
-    """Return the moments for which no other one of their phase has as many tensors of each size, in their order."""
+    """Return, in order, the moments for which no other moment of their phase has at least as many tensors of every
+    formula. The end of loading always stays."""
     sizes: dict[Polynomial, int] = {}
     columns = [sizes.setdefault(term.formula, len(sizes)) for term in terms]
     counts = np.zeros((len(moments), 2, len(sizes)), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""A trace written out: the formula of a step's peak, a row for each tensor that is alive there."""
+"""Explains a trace: the formula of a step's peak, with a row for each group of equal tensors that are alive then."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..specs.model import ModelSpec
 from ..specs.run import Training
 from .trace import Term, Trace
 
-SHOWN = 24  # rows of the printed table; the rest are one
+SHOWN = 24  # rows of the printed table; one more row sums the rest
 FACTORS = 64  # the largest factor, bytes of an element included, before the sizes of a model
-# The sizes of a model as formulas have them, in the order in which they are preferred, and as LaTeX.
+# The names of a model's sizes in formulas, in order of preference, with their LaTeX.
 LATEX = {"hidden": "h", "intermediate": "f", "vocab": "V", "heads·head_dim": "a d", "kv_heads·head_dim": "a_{kv} d",
          "moe_intermediate": "f_e", "heads": "a", "kv_heads": "a_{kv}", "head_dim": "d", "experts": "E"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ExplainedTerm:
-    """Tensors of one formula: their `part` of the report, the `module` and the `operator` that allocate them, how many
-    there are, and the bytes of all of them."""
+    """Tensors with the same formula: their `part` of the report, the `module` and the `operator` that allocate them,
+    their number, and the bytes of all of them."""
 
     part: str
     module: str
@@ -39,7 +39,7 @@ class ExplainedTerm:
 class Explanation:
     """The formula of the peak of a step of `batch` sequences of `tokens` tokens: `total` bytes in `phase`, at `place`.
 
-    They are the sum of `terms`, the largest first. Print it for a table.
+    The total is the sum of `terms`, sorted from the largest to the smallest. Printing shows a table.
     """
 
     model: str
@@ -76,7 +76,7 @@ class Explanation:
         return Table(header, rows, title, footer, (0, 1, 2, 4))
 
     def latex(self) -> str:
-        r"""Return the peak as a LaTeX sum: every formula with its count, without the allocator's rounding."""
+        r"""Return the peak as a LaTeX sum: every formula times its count, without the allocator's rounding."""
         return " + ".join(f"{term.count} \\cdot {term.latex}" for term in self.terms)
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def explained(spec: ModelSpec, run: Training, trace: Trace) -> Explanation:
 
 
 def _sizes(spec: ModelSpec) -> dict[str, int]:
-    """Return the sizes of a model by name, of two that are equal the one that is preferred."""
+    """Return the sizes of a model by name; of equal sizes, only the preferred one."""
     known = {
         "hidden": spec.hidden, "intermediate": spec.intermediate, "vocab": spec.vocab,
         "heads·head_dim": spec.query_width, "kv_heads·head_dim": spec.key_width,
@@ -124,15 +124,15 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def _element_bytes(run: Training) -> set[int]:
-    """Return the bytes of an element of the floating-point tensors of a step."""
+    """Return the possible bytes per element of a step's floating-point tensors."""
     return {"fp32": {4}, "fp16": {2}, "bf16": {2}}.get(run.precision, {2, 4})
 
 
 def _written(term: Term, sizes: Mapping[str, int], elements: Set[int]) -> tuple[str, str]:
-    """Return the formula of one tensor, plain and as LaTeX."""
+    """Return the formula of one tensor, as plain text and as LaTeX."""
     plain, latex = [], []
     for factor, batch, tokens in term.formula:
-        # Of tensors with S², the scores, the factor is heads, of which the head size may be a multiple.
+        # Tensors with S² are scores, and their factor is the number of heads, although the head size may divide it too.
         known = {"heads": sizes["heads"]} if tokens == 2 and "heads" in sizes else sizes
         words, symbols = _factored(factor, known, elements)
         plain.append(" · ".join([*words, *_power("S", tokens, "²"), *_power("B", batch, "²")]))
@@ -145,10 +145,10 @@ def _power(name: str, power: int, square: str) -> list[str]:
 
 
 def _factored(factor: float, sizes: Mapping[str, int], elements: Set[int]) -> tuple[list[str], list[str]]:
-    """Return a coefficient as a small number and up to three sizes of the model, or as a number.
+    """Return a coefficient as a small number times up to three sizes of the model, or as a plain number.
 
-    Sizes are often multiples of one another: where the MLP is 4 times as wide as the model, 4 bytes · h · f is also
-    1 byte · f · f. The number is the bytes of an element if it can be, otherwise the smallest.
+    Sizes are often multiples of one another: if the MLP is 4 times as wide as the model, 4 bytes · h · f is also
+    1 byte · f · f. The small number is the bytes of an element if possible, otherwise the smallest one.
     """
     for count in (1, 2, 3):
         left = {names: factor / prod(sizes[name] for name in names)

@@ -1,4 +1,4 @@
-"""The operators of a step as a card sees them, with numbers or with polynomials of the step's sizes in their place."""
+"""The operators of a step as a GPU sees them, with numbers or with polynomials in the step's sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from .polynomials import Polynomial, value_of
 
 
 class Kernel(NamedTuple):
-    """One operator: `kind` is "matmul", "attention", "attention backward", "gather", "strided", "serial", "memory",
-    "sent" (a collective, whose time is no kernel's: formulas/time/distributed.py) or "none" (a view): what its time
-    depends on.
+    """One operator. Its `kind`, on which its time depends, is "matmul", "attention", "attention backward", "gather",
+    "strided", "serial", "memory", "sent" (a collective, timed in formulas/time/distributed.py) or "none" (a view).
 
-    `shape` is (batch, M, N, K) of a product, (batch · heads, T, S, head size, causal) of attention, else (elements of
-    the largest tensor,). `launches` is how many kernels it starts, `backward` whether autograd's engine calls it,
-    `phase` the phase of the step it runs in. `again` bytes more are moved where rows of `row` bytes do not fit in the
-    cache. `compiled`: a graph that torch.compile made starts it, not Python, operator by operator.
+    `shape` is (batch, M, N, K) of a matmul, (batch · heads, T, S, head size, causal) of attention, else (elements of
+    the largest tensor,). `launches` is the number of kernels it starts, `backward` says whether autograd's engine calls
+    it, and `phase` is the step's phase in which it runs. It moves `again` more bytes if rows of `row` bytes do not fit
+    in the cache. `compiled`: a graph from torch.compile launches it, instead of Python operator by operator.
     """
 
     name: str
@@ -34,7 +33,7 @@ class Kernel(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What depends on the sizes of a step."""
+        """The numbers that depend on the sizes of a step."""
         return self.flops, self.bytes, self.launches, self.again, self.row, *self.shape
 
     def with_numbers(self, flops: int, size: int, launches: int, again: int, row: int, *shape: int) -> Kernel:
@@ -43,7 +42,7 @@ class Kernel(NamedTuple):
 
 
 class KernelFormula(NamedTuple):
-    """An operator whose numbers are polynomials, in the order of `Kernel.numbers`; those of `kernel` do not count."""
+    """An operator whose numbers are polynomials, in the order of `Kernel.numbers`; those of `kernel` are ignored."""
 
     kernel: Kernel
     polynomials: tuple[Polynomial, ...]
@@ -54,14 +53,14 @@ class KernelFormula(NamedTuple):
 
 
 class KernelTrace(NamedTuple):
-    """The operators of the traced step, and of one with a further group of layers: the numbers of `formulas` in the
-    order in which they run. Both are empty where other sizes run others."""
+    """The operators of the traced step, `shallow`, and of a step with one more group of layers, `deep`: their indices
+    in `formulas`, in the order in which they run. Both are empty if other sizes run different operators."""
 
     formulas: tuple[KernelFormula, ...] = ()
     shallow: tuple[int, ...] = ()
     deep: tuple[int, ...] = ()
 
     def at(self, batch: int, tokens: int) -> tuple[Sequence[Kernel], Sequence[Kernel]]:
-        """Return the operators of both steps, equal ones as one object."""
+        """Return the operators of both steps; equal operators are the same object."""
         kernels = [formula.at(batch, tokens) for formula in self.formulas]
         return [kernels[number] for number in self.shallow], [kernels[number] for number in self.deep]

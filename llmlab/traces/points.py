@@ -1,10 +1,12 @@
-"""Where a trace is valid, and at which sizes it is made: on the same side of every threshold that is known.
+"""The range of sizes in which a trace is valid, and the sizes at which it is derived: all on the same side of every
+known threshold.
 
 Kernels are chosen by size. All sequences of one trace have 2^k to 2^(k+1) tokens and the same greatest common divisor
-with 64 (chunks of linear attention are 64 tokens, and kernels want multiples of 8 or 16). A batch is one sequence or
-several. It has at most 3072 tokens or more than that, where the gradient of an embedding sorts (cuda/Embedding.cu,
-embedding_dense_backward_cuda), and 2^m to 2^(m+1) tokens, because a sum over them is split by their number
-(cuda/Reduce.cuh). Any other threshold shows because the points of one trace then run different operators.
+with 64 (chunks of linear attention are 64 tokens, and kernels need multiples of 8 or 16). All its batches have one
+sequence, or all have several. All have at most 3072 tokens, or all have more, so that the gradient of an embedding is
+computed by sorting (cuda/Embedding.cu, embedding_dense_backward_cuda). All have 2^m to 2^(m+1) tokens, because a sum
+over tokens is split by their number (cuda/Reduce.cuh). Any other threshold is noticed because the points of one trace
+then run different operators.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ SORTED = 3072  # tokens
 
 
 class Range(NamedTuple):
-    """Where a trace is valid: `tokens` is the power of two that T has reached, or T itself where it is `fixed`, and
-    `all_tokens` the one that B · T has reached."""
+    """The range in which a trace is valid. `tokens` is the largest power of two up to T, or T itself if it is `fixed`,
+    and `all_tokens` is the largest power of two up to B · T."""
 
     several: bool
     tokens: int
@@ -30,7 +32,7 @@ class Range(NamedTuple):
 
 
 def range_of(batch: int, tokens: int, fixed: bool = False) -> Range:
-    """Return the range that a step of `batch` sequences of `tokens` tokens is in.
+    """Return the range of a step with `batch` sequences of `tokens` tokens.
 
     >>> range_of(4, 2048)
     Range(several=True, tokens=2048, all_tokens=8192, divisor=64, sorts=True, fixed=False)
@@ -42,9 +44,9 @@ def range_of(batch: int, tokens: int, fixed: bool = False) -> Range:
 def points(
     batch: int, tokens: int, fixed: bool = False, most: int = 2**53, least: int = 1
 ) -> list[tuple[int, int]] | None:
-    """Return the (B, T) in the range of a step at which a trace is made: four, which determine polynomials of up to
-    three monomials, or at least two where T is `fixed`. None where the range has too few. No T is more than `most`, the
-    positions of a model, or less than `least`, the tokens of its images.
+    """Return the (B, T) in the range of a step at which its trace is derived: four, which determine polynomials of up
+    to three monomials, or two to four if T is `fixed`. Return None if the range has too few. If T is not fixed, it is
+    at most `most`, the model's number of positions, and at least `least`, the tokens of its images.
 
     >>> points(4, 2048)
     [(4, 2048), (4, 3072), (3, 4032), (5, 2048)]

@@ -1,4 +1,4 @@
-"""Polynomials of the sizes of a step, B sequences of T tokens, and those through given points."""
+"""Polynomials in the sizes of a step, B sequences of T tokens, and interpolation through given points."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def constant(value: float) -> Polynomial:
 
 @lru_cache(maxsize=1 << 14)
 def polynomial_through(values: tuple[int, ...], at: tuple[tuple[int, int], ...]) -> Polynomial | None:
-    """Return the polynomial with the fewest monomials, at most `MOST` and at least one fewer than there are points,
-    that has these `values` at these (B, T); None where there is none.
+    """Return the polynomial with the fewest monomials that has these `values` at these (B, T). It has at most `MOST`
+    monomials, and at least one fewer than there are points. Return None if there is none.
 
     >>> polynomial_through((210, 410, 605, 810), ((1, 100), (2, 100), (3, 100), (4, 100))) is None
     True
@@ -59,7 +59,7 @@ def polynomial_through(values: tuple[int, ...], at: tuple[tuple[int, int], ...])
 
 
 def _solved(rows: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fraction] | None:
-    """Return the one solution of at least as many equations as unknowns, by Gauss and Jordan; None without one."""
+    """Return the unique solution of at least as many equations as unknowns, by Gauss-Jordan elimination, or None."""
     system = [[Fraction(number) for number in (*row, value)] for row, value in zip(rows, values, strict=True)]
     unknowns = len(rows[0])
     for column in range(unknowns):

@@ -1,4 +1,4 @@
-"""Traces kept: in this process, and in the user's cache under a name that has all that a trace depends on."""
+"""Stores traces in this process, and in the user's cache under a hash of everything on which a trace depends."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _kept: dict[str, Trace] = {}
 
 
 def has_trace(run: Run) -> TypeGuard[Training]:
-    """Whether a step of `run` can have a trace: one of transformers, eager, without states on the host.
+    """Whether a step of `run` can have a trace: it trains a model of transformers eagerly, without fp8, and without
+    offloading.
 
-    A rank of a pipeline has few layers, and one of ZeRO-1 the states of those that its optimizer deals out by size:
-    neither is linear in a model's depth.
+    A rank of a pipeline has few layers, and a rank of ZeRO-1 has the states of parameters that are distributed by size.
+    Neither is linear in the model's depth.
     """
     if not isinstance(run, Training) or stack_of(run).own_program or run.pp > 1 or run.zero == 1:
         return False
@@ -38,7 +39,7 @@ def has_trace(run: Run) -> TypeGuard[Training]:
 
 
 def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
-    """Return the trace of `run` if there is one; a file that cannot be read counts as none."""
+    """Return the stored trace of `run` if there is one; a file that cannot be read counts as none."""
     for fixed in (False, True):
         key = _key(spec, run, card, fixed)
         if key not in _kept:
@@ -46,17 +47,17 @@ def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
                 _kept[key] = Trace.from_dict(json.loads(_file(key).read_text(encoding="utf-8")))
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
                 continue
-            except ModuleNotFoundError:  # platformdirs, in a browser, which keeps no traces
+            except ModuleNotFoundError:  # no platformdirs, as in a browser, which stores no traces
                 return None
         return _kept[key]
     return None
 
 
 def keep(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> None:
-    """Keep `trace` for every run of its range; where the cache cannot be written, in this process alone."""
+    """Store `trace` for every run in its range; if the cache cannot be written, only in this process."""
     key = _key(spec, run, card, trace.fixed)
     _kept[key] = trace
-    with suppress(OSError):  # of a read-only home: it is derived again in the next process
+    with suppress(OSError):  # with a read-only home, the next process derives the trace again
         write_whole(_file(key), json.dumps(trace.to_dict(), separators=(",", ":")))
 
 

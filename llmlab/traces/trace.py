@@ -1,11 +1,11 @@
-"""A trace: what a step of the real code has allocated at its highest moments, as polynomials of its sizes.
+"""A trace: the memory that a step of the real code has allocated at its highest moments, as polynomials in its sizes.
 
     B  sequences     T  tokens per sequence     n  further groups of layers
 
-A tensor needs a polynomial of B and T in bytes, which the allocator rounds up. A moment is a set of live tensors that
+The bytes of a tensor are a polynomial in B and T, which the allocator rounds up. A moment is a set of live tensors that
 no other moment contains. Each further group of layers adds the same tensors to it, so the sum is linear in n. A trace
-has the moments of the first and the last layers only: in the forward pass a layer in between holds less than the last
-one, and in the backward pass its bytes lie on a line between those of the last and the first.
+has the moments of the first and the last layers only: in the forward pass, a layer in between has fewer bytes than the
+last one, and in the backward pass, its bytes lie on a line between those of the last and the first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK, LARGE, SEGMENT, REST = 512, 10 * 2**20, 2 * 2**20, 2**20
 
 
 def block_of(size: int) -> int:
-    """Return what the caching allocator gives for a request of `size` bytes, in a segment that is new.
+    """Return the bytes that the caching allocator allocates for a request of `size` bytes, in a new segment.
 
     >>> block_of(1), block_of(12 * 2**20 - 2**19) == 12 * 2**20
     (512, True)
@@ -36,9 +36,10 @@ def block_of(size: int) -> int:
 
 
 class Term(NamedTuple):
-    """Tensors of as many bytes as the polynomial `formula` says.
+    """Tensors whose size in bytes is the polynomial `formula`.
 
-    `part` is the report's. `module` and `operator` say where the code allocates it; layers' numbers are *.
+    `part` is their part of the report. `module` and `operator` say where the code allocates them; the numbers of layers
+    are replaced by *.
     """
 
     formula: Polynomial
@@ -47,11 +48,11 @@ class Term(NamedTuple):
     operator: str
 
     def size(self, batch: int, tokens: int) -> int:
-        """Return the bytes that are asked for."""
+        """Return the requested bytes of one tensor."""
         return value_of(self.formula, batch, tokens)
 
     def bytes(self, batch: int, tokens: int) -> int:
-        """Return the bytes that the allocator gives."""
+        """Return the bytes that the allocator allocates for one tensor."""
         return block_of(self.size(batch, tokens))
 
 
@@ -71,8 +72,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The terms, moments and operators of a step of a model with `groups` groups of layers beyond its least ones.
-    `fixed`: T is what it was where the trace was made, so that polynomials are in B alone."""
+    """The terms, moments and operators of a step, whose model has `groups` more groups of layers than the smallest one.
+    `fixed`: T must be the same as in the derivation, so polynomials are in B alone."""
 
     groups: int
     fixed: bool
@@ -81,7 +82,7 @@ class Trace:
     kernels: KernelTrace
 
     def totals(self, batch: int, tokens: int, groups: int | None = None) -> list[int]:
-        """Return the bytes of each moment, with so many further groups."""
+        """Return the bytes of each moment, with `groups` further groups (by default, those of the model)."""
         more = self.groups if groups is None else groups
         sizes = [term.bytes(batch, tokens) for term in self.terms]
         return [

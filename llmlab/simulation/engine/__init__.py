@@ -1,1 +1,1 @@
-"""The dispatch mode that runs operators on fake tensors and gives every storage to the allocator."""
+"""The dispatch mode that runs operators on fake tensors and allocates memory for every storage."""

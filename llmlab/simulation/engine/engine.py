@@ -1,13 +1,13 @@
-"""The dispatch mode: runs each operator on fake tensors, and gives every new storage memory until it dies.
+"""The dispatch mode: runs each operator on fake tensors, and allocates memory for every new storage until it dies.
 
-The real step runs on fake tensors: they have a shape, a dtype and a storage, and no bytes behind it. `Engine` is a
-dispatch mode over them. It sees every operator below autograd, in the order a GPU would run them, asks the allocator
-for each new storage, gives it back in the moment the storage dies, and allocates the workspace of the operator's CUDA
-kernel (workspaces/).
+The real step runs on fake tensors, which have a shape, a dtype and a storage without bytes. `Engine` is a dispatch mode
+over them. It sees every operator below autograd, in the order in which a GPU would run them. It allocates memory for
+each new storage, frees it at the moment the storage dies, and allocates the workspace of the operator's CUDA kernel
+(workspaces/).
 
-The simulated GPU is the device "cpu:0", the host is "cpu". A torch without CUDA has no guard for CUDA devices, so fake
-tensors cannot be on "cuda" there; to torch, "cpu" and "cpu:0" are two devices with the same kernels, between which
-tensors must be copied, and mixing them raises as mixing "cpu" and "cuda" does.
+The simulated GPU is the device "cpu:0", and the host is "cpu". A torch without CUDA has no guard for CUDA devices, so
+fake tensors cannot be on "cuda" there. To torch, "cpu" and "cpu:0" are two devices with the same kernels: tensors must
+be copied between them, and mixing them raises an error, as it does for "cpu" and "cuda".
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at le
 
 
 class _Storage(weakref.ref):
-    """A storage that holds memory at `address`; `made_by`: the number of the autograd node that made it, or None."""
+    """A reference to a storage with memory at `address`; `made_by`: its creating autograd node's number, or None."""
 
     __slots__ = ("address", "key", "made_by", "size")
     address: int
@@ -76,9 +76,9 @@ class _Storage(weakref.ref):
 class Engine(TorchDispatchMode):
     """Follows the storages on `device` and allocates for them in `memory`; `events` are its allocations and frees.
 
-    `workspaces` says by the operator's name what its kernel allocates on `gpu` besides outputs; without a `gpu` the
-    device is the CPU. Without a `host`, every tensor inside the block is simulated; with one, what is on the host is
-    real.
+    `workspaces` has, by operator name, functions that list the allocations of its kernel on `gpu`, in addition to
+    outputs; without a `gpu`, the device is the CPU. Without a `host`, every tensor inside the block is simulated; with
+    one, tensors on the host are real.
     """
 
     supports_higher_order_operators = True  # to refuse them by name
@@ -99,27 +99,27 @@ class Engine(TorchDispatchMode):
         self.repeats = Repeats(self.fake)
         counts_alone()
         self.events: list[Event] = []
-        # Addresses of handles' workspaces: by library, whether it is the one of autograd's thread, and stream.
+        # Addresses of handles' workspaces by library, whether the handle belongs to autograd's thread, and stream.
         self.handles: dict[tuple[str, bool, int], int] = {}
-        self.casts = device == HOST  # operands of more than one dtype are copied
-        self.operator = None  # the one that runs
-        self.lends = False  # whether a stream was given a block of another's (record_stream)
-        self.launches: Counter[str] = Counter()  # of Triton's kernels whose time is not known
+        self.casts = device == HOST  # whether operands are copied to a common dtype
+        self.operator = None  # the operator that runs
+        self.lends = False  # whether a stream used a block of another stream (record_stream)
+        self.launches: Counter[str] = Counter()  # of Triton kernels whose time is not known
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
-        self.notes: dict[Note, None] = {}  # what was assumed, a sentence each
-        self.met: set[Any] = set()  # operators of which the output alone is counted
-        self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
+        self.notes: dict[Note, None] = {}  # assumptions, a sentence each
+        self.met: set[Any] = set()  # operators of which only the output is counted
+        self.placeholder: float | None = None  # the result of reading an unknown float; None raises NotAvailable
         self.watch: Any = None  # a log that sees each operator (profile/operator_log.py)
-        self.in_graph = False  # whether a graph runs that torch.compile made
-        self.has_upper_sizes = False  # whether code that torch.compile should have fused ran eager
-        self.follows = VALUES_LIMIT if host else SMALL  # elements of a tensor of floats whose values are followed
-        self.refused: AllocatorOutOfMemory | None = None  # the last request that found no room
-        self.stream = 0  # the CUDA stream in use: its freed blocks are its own
-        self.place: Callable[[], Any] | None = None  # where the operator that runs belongs (places)
-        self.places: dict[int, Any] = {}  # by the time of an allocation: where it belongs
-        self.requests: dict[int, int] = {}  # by the time of an allocation: the bytes that were asked for
-        self.asked: Any = None  # where the last request came from, granted or not
-        self.defers: frozenset[type] = frozenset()  # tensors made of others (DTensor): operators are seen on those
+        self.in_graph = False  # whether a graph from torch.compile runs
+        self.has_upper_sizes = False  # whether code that torch.compile should have fused ran eagerly
+        self.follows = VALUES_LIMIT if host else SMALL  # the most elements of a float tensor with followed values
+        self.refused: AllocatorOutOfMemory | None = None  # the last request that exceeded the memory
+        self.stream = 0  # the CUDA stream in use; only this stream reuses blocks that it freed
+        self.place: Callable[[], Any] | None = None  # returns the place of the operator that runs
+        self.places: dict[int, Any] = {}  # places by the time of an allocation
+        self.requests: dict[int, int] = {}  # requested bytes by the time of an allocation
+        self.asked: Any = None  # the place of the last request, granted or not
+        self.defers: frozenset[type] = frozenset()  # wrapper tensors (DTensor): operators are seen on their inner ones
         self._time = 0
         self._live: dict[int, _Storage] = {}
         self._sizes: dict[int, int] = {}
@@ -129,16 +129,16 @@ class Engine(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave `__torch_dispatch__` as it is (utils/_python_dispatch.py).
+        """Return False, so that torch does not wrap `__torch_dispatch__` (utils/_python_dispatch.py).
 
-        torch wraps it for torch.compile, which is told to pass over our frames (compiled/dynamo.py). Two calls of three
-        ask for a tensor's device, and there the wrapper is most of the cost.
+        The wrapper is for torch.compile, which skips our frames anyway (compiled/dynamo.py). Two of three calls ask for
+        a tensor's device, and there the wrapper would be most of the cost.
         """
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile inside this mode: what it makes runs on the engine."""
+        """Return True, so that torch.compile compiles inside this mode, and compiled code runs on the engine."""
         return True
 
     def __enter__(self) -> Engine:
@@ -161,13 +161,13 @@ class Engine(TorchDispatchMode):
         return self.simulate(func, args, kwargs or {})
 
     def simulate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fake tensors: those on the device take memory."""
+        """Run an operator on fake tensors; those on the device use memory."""
         self.operator = func
         if func is VALUE_OF:
             return self.read(args[0])
-        if func is WAIT:  # returns what it is given (torch/csrc/distributed/c10d/Functional.cpp); its fake a new tensor
+        if func is WAIT:  # returns its argument (torch/csrc/distributed/c10d/Functional.cpp), unlike its fake kernel
             return args[0]
-        if is_composite(func) and func.name() not in self.workspaces:  # inference mode leaves it whole
+        if is_composite(func) and func.name() not in self.workspaces:  # inference mode does not decompose it
             with self:
                 return decomposed(func, args, kwargs)
         if func in CANDIDATES and current_graph_task_id() != -1:
@@ -211,7 +211,7 @@ class Engine(TorchDispatchMode):
         return op.out
 
     def _computed(self, op: Operator) -> Any:
-        """Return what `op` gives; where values say how much that is, memory for it is allocated already."""
+        """Return the outputs of `op`. If their sizes depend on values, their memory is already allocated."""
         try:
             return self.repeats.run(op.func, op.args, op.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -229,7 +229,7 @@ class Engine(TorchDispatchMode):
         return self.__torch_dispatch__(func, (), args, kwargs)
 
     def _run_with(self, workspace: Workspace, op: Operator) -> bool:
-        """Run `op` as its workspace function says; return whether that made the outputs, too."""
+        """Run `op` as its workspace function says; return whether that function created the outputs, too."""
         scratch, steps = Scratch(self, op), iter(workspace(op, self.gpu))
         try:
             outputs = scratch.take(steps)
@@ -240,14 +240,14 @@ class Engine(TorchDispatchMode):
                 out = op.out = self._computed(op)
             self.hold([out[position] for position in outputs.order] if outputs.order else out)
             scratch.take(steps)
-        finally:  # also where there is no room: code may catch that and go on
+        finally:  # even without enough memory, because code may catch the error and continue
             scratch.free()
         return outputs.fake is not None
 
     # ---- storages
 
     def hold(self, out: Any) -> None:
-        """Allocate for the storages of the tensors in `out` that are on the device and new."""
+        """Allocate memory for the tensors in `out` whose storages are on the device and new."""
         if isinstance(out, Tensor):
             storage = out.untyped_storage()
             key = storage._cdata
@@ -263,18 +263,18 @@ class Engine(TorchDispatchMode):
                 self.hold(tensor)
 
     def hold_at(self, tensor: Tensor, address: int) -> _Storage:
-        """Know that the storage of `tensor` is at `address`, to be freed when it dies; 0 is not the allocator's."""
+        """Record that the storage of `tensor` is at `address`, which is freed when it dies; 0 is not allocated."""
         storage = tensor.untyped_storage()
         record = self._live[storage._cdata] = _Storage(storage, self._died)
         record.key, record.size, record.address, record.made_by = storage._cdata, storage.nbytes(), address, None
         return record
 
     def held(self, tensor: Tensor) -> _Storage:
-        """Return what is known of `tensor`'s storage, which holds memory."""
+        """Return the record of `tensor`'s storage, which must have memory."""
         return self._live[tensor.untyped_storage()._cdata]
 
     def forget(self, tensor: Tensor) -> int:
-        """Return the address of `tensor`'s storage, which stays allocated when the storage dies."""
+        """Return the address of `tensor`'s storage. From now on, it stays allocated when the storage dies."""
         return self._live.pop(tensor.untyped_storage()._cdata).address
 
     def _made_by(self, tensor: Tensor) -> int | None:
@@ -282,19 +282,19 @@ class Engine(TorchDispatchMode):
         return record.made_by if record else None
 
     def address(self, tensor: Tensor) -> int | None:
-        """Return the simulated address of `tensor`'s storage, None where it holds none on the device."""
-        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
-        while is_functorch_wrapped_tensor(tensor):  # of torch.func, in whose place the real one is
+        """Return the simulated address of `tensor`'s storage; None if it has no memory on the device."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        while is_functorch_wrapped_tensor(tensor):  # torch.func wraps the real one
             tensor = get_unwrapped(tensor)
         return self.storage_address(tensor.untyped_storage())
 
     def storage_address(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the simulated address of `storage`, None where it holds none on the device."""
+        """Return the simulated address of `storage`; None if it has no memory on the device."""
         record = self._live.get(storage._cdata)
         return record.address if record else None
 
     def belongs(self, tensor: Tensor, module: str) -> None:
-        """Let the memory of `tensor` belong to `module`, whatever asked for it."""
+        """Attribute the memory of `tensor` to `module`, whichever module requested it."""
         born = self._born.get(self.address(tensor) or 0)
         if born is not None:
             self.places[born] = self.places[born]._replace(module=module)
@@ -304,18 +304,19 @@ class Engine(TorchDispatchMode):
             self.free(record.address)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Follow a storage that was resized by no operator."""
+        """Update the memory of a storage that was resized without an operator."""
         record = self._live.get(storage._cdata)
         if record is not None and record.size != storage.nbytes():
             self._resize(record, storage.nbytes())
 
     def _resize(self, record: _Storage, size: int) -> None:
-        # native/cuda/Resize.cpp, resize_bytes_cuda: the new one is there before the old one goes.
+        # native/cuda/Resize.cpp, resize_bytes_cuda: the new memory is allocated before the old is freed.
         old, record.address, record.size = record.address, self.malloc(size), size
         self.free(old)
 
     def malloc(self, size: int) -> int:
-        """Allocate `size` bytes; 0 bytes are at address 0. Raises torch.OutOfMemoryError with torch's message."""
+        """Allocate `size` bytes and return their address, 0 for 0 bytes. Raises torch.OutOfMemoryError with torch's
+        message."""
         if size <= 0:
             return 0
         if self.place is not None:
@@ -338,11 +339,11 @@ class Engine(TorchDispatchMode):
             return self.memory.malloc(size, self.stream)
         except AllocatorOutOfMemory as error:
             self.refused = error.with_traceback(None)
-        # Here, or `error` and its frames would be its context.
+        # Raised outside of `except`, so that `error` and its frames are not its context.
         raise torch.OutOfMemoryError(self.refused.as_torch_says())
 
     def free(self, address: int) -> None:
-        """Give back what `malloc` returned."""
+        """Free the memory at `address`, which `malloc` returned."""
         if not address:
             return
         if self.observer is not None:
@@ -352,15 +353,15 @@ class Engine(TorchDispatchMode):
         self.events.append(Event(self._time, address, -self._sizes.pop(address)))
 
     def stop(self) -> None:
-        """Leave the figures as they are when tensors die later."""
+        """Stop following storages: tensors that die later change no figures."""
         self._live.clear()
 
     def remark(self, note: Note) -> None:
-        """Put `note` into the notes, once."""
+        """Add `note` to the notes, once."""
         self.notes[note] = None
 
     def ran_eager(self, place: str, error: Exception) -> None:
-        """Note that torch.compile could not compile what is at `place`."""
+        """Note that torch.compile could not compile the code at `place`."""
         self.has_upper_sizes = True
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         self.remark(Note(
@@ -370,14 +371,14 @@ class Engine(TorchDispatchMode):
         ))  # fmt: skip
 
     def launched(self, name: str, moved: int | None = None) -> None:
-        """Note that a kernel of Triton's is launched, which moves so many bytes; None where nobody knows how many."""
+        """Note that a Triton kernel is launched; `moved` is the number of bytes that it moves, None if unknown."""
         if moved is None:
             self.launches[name] += 1
         elif self.watch is not None:
             self.watch.launched(name, moved)
 
     def pass_to(self, time: int) -> None:
-        """Let the next event come right after `time`."""
+        """Set the clock so that the next event comes right after `time`."""
         self._time = time
 
     def now(self) -> int:
@@ -390,8 +391,8 @@ class Engine(TorchDispatchMode):
     def read(self, tensor: Tensor) -> Any:
         """Return the number in a tensor of one element, as `.item()` does.
 
-        Where it is not known that is `placeholder` for a float, and what stands for it where an optimizer of torch
-        asks; for others raises NotAvailable.
+        If it is not known, return `placeholder` for a float, or `value_for` its dtype if one of torch's optimizers
+        reads it. For others, raise NotAvailable.
         """
         value = known(tensor)
         if value is None:
@@ -399,7 +400,7 @@ class Engine(TorchDispatchMode):
                 return False
             if self.placeholder is not None and tensor.is_floating_point():
                 return self.placeholder
-            if asked_by_torch().startswith("torch.optim."):  # LBFGS scales by products of its directions
+            if asked_by_torch().startswith("torch.optim."):  # LBFGS scales by dot products of its directions
                 return value_for(tensor.dtype, None)
             raise needs_values(VALUE_OF)
         with disable_current_modes():
@@ -408,14 +409,14 @@ class Engine(TorchDispatchMode):
 
 @cache
 def _of_others(types: tuple[type, ...]) -> bool:
-    """Whether among the types of an operator's tensors is one made of others (DTensor, torchao's): it runs what the
-    operator means on those, where the engine sees it. Nested tensors, which are refused, are none."""
+    """Whether one of these types of an operator's tensors wraps inner tensors (DTensor, torchao's). It runs the
+    operator on these, where the engine sees it. Nested tensors, which are refused, do not count."""
     others = (kind for kind in types if kind is not FakeTensor and not kind.__module__.startswith("torch.nested"))
     return any(hasattr(other, "__tensor_flatten__") for other in others)
 
 
 def notes_of(engine: Engine) -> tuple[Note, ...]:
-    """Return what `engine` did not count, a sentence each."""
+    """Return the assumptions and omissions of `engine`, a sentence each."""
     met = engine.met if engine.device == GPU_DEVICE else ()
     unknown = sorted(str(func) for func in met if not has_known_workspace(func, engine.workspaces))
     launched = ", ".join(f"{name} ({count})" for name, count in engine.launches.most_common(3))

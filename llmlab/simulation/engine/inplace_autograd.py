@@ -1,7 +1,7 @@
-"""In-place accumulation in autograd: what it does in place on plain tensors, and out of place on tensor subclasses.
+"""In-place accumulation in autograd, which works in place on plain tensors and out of place on tensor subclasses.
 
-A GPU's and a CPU's step have plain tensors, so here the in-place form takes the place of the other, under autograd's
-own conditions. Sources: torch/csrc/autograd/input_buffer.cpp, FunctionsManual.cpp and ATen/TensorSubclassLikeUtils.h.
+A real step has plain tensors, so here the in-place form replaces the other, under autograd's own conditions. Sources:
+torch/csrc/autograd/input_buffer.cpp, FunctionsManual.cpp and ATen/TensorSubclassLikeUtils.h.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...base.compat import TorchDispatchMode, current_autograd_node, disable_cur
 from ..workspaces.layout import is_dense
 
 aten = torch.ops.aten
-# By operator: the nodes in whose backward it changes what the node has just made, and its in-place form.
+# By operator: the autograd nodes that apply it to a tensor that they have just created, and its in-place form.
 # FunctionsManual.cpp: index_backward, value_selecting_reduction_backward, atan2_backward;
 # TensorAdvancedIndexing.cpp: gather_backward.
 FILLS: dict[Any, tuple[frozenset[str], Any]] = {
@@ -33,10 +33,10 @@ CANDIDATES = frozenset((aten.add.Tensor, *FILLS))
 
 
 def plain_form(func: Any, args: tuple, made_by: int | None) -> Any:
-    """Return the operator that runs in `func`'s place where tensors are plain: `func` itself, or its in-place form.
+    """Return the operator that would run on plain tensors: `func` itself, or its in-place form.
 
-    To be called inside backward, for a `func` of CANDIDATES. `made_by` is the number of the autograd node in which the
-    storage of args[0] was made, None where none ran.
+    Call it inside the backward pass, for a `func` of CANDIDATES. `made_by` is the number of the autograd node that
+    created the storage of args[0], or None if there was none.
     """
     node = current_autograd_node()
     if node is None or torch.is_grad_enabled():
@@ -49,10 +49,10 @@ def plain_form(func: Any, args: tuple, made_by: int | None) -> Any:
 
 def _is_sum_of_gradients(node: Any, args: tuple, made_by: int | None) -> bool:
     """Whether autograd's engine adds two gradients of one tensor, and may write into the first (input_buffer.cpp,
-    accumulate and can_accumulate_inplace): it lies without gaps, and the engine alone holds it.
+    accumulate and can_accumulate_inplace): it has no gaps, and only the engine refers to it.
 
-    The engine adds what `node` returned to what an earlier node did. A sum inside a node's own formula adds what that
-    node made; only where two of a node's results go to the same place do both look alike.
+    The engine adds the output of `node` to that of an earlier node, while a sum inside a node's own formula adds
+    tensors that this node created. The two look the same only if two outputs of a node go to the same place.
     """
     if len(args) != 2 or not isinstance(args[1], Tensor) or args[0].shape != args[1].shape:
         return False
@@ -62,7 +62,7 @@ def _is_sum_of_gradients(node: Any, args: tuple, made_by: int | None) -> bool:
             return False
     count, storage = _counts(args[0])
     alone = (count, storage) == counts_alone()
-    # What code in Python holds, as a hook that keeps gradients, shows against the other one.
+    # References from Python, for example from a hook that stores gradients, show in comparison with the other one.
     alone = alone and sys.getrefcount(args[0]) <= sys.getrefcount(args[1])
     return alone and is_dense(args[0])
 
@@ -74,9 +74,9 @@ def _counts(tensor: Tensor) -> tuple[int, int]:
 
 @cache
 def counts_alone() -> tuple[int, int]:
-    """Return the references to a gradient, and to its storage, that only the engine holds, while a mode looks at it.
+    """Return the number of references to a gradient, and to its storage, that a mode sees if only the engine has any.
 
-    To be called first outside of any mode: inside one, autograd runs one call deeper.
+    The first call must be outside of any mode: inside one, autograd runs one call deeper.
     """
     seen = []
 

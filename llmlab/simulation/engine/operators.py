@@ -1,4 +1,4 @@
-"""What the engine asks of an operator before it runs it: is it made of others, where are its tensors, does it cast."""
+"""Questions that the engine asks before it runs an operator: is it composite, where are its tensors, does it cast?"""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from ...base.compat import (
     elementwise_dtypes,
 )
 
-COPY = torch.ops.aten._foreach_copy_.default  # the one that goes from device to device
-# Elementwise, but with operands of dtypes that stay what they are: a mask, a source.
+COPY = torch.ops.aten._foreach_copy_.default  # the operator that copies between devices
+# Elementwise operators with an operand that keeps its dtype: a mask, a source.
 KEEP_DTYPES = frozenset(("copy_", "copy", "_to_copy", "masked_fill", "masked_fill_", "where"))
 
 
 @cache
 def is_composite(func: Any) -> bool:
-    """Whether an operator has no kernel and is made of others, by C++ (func.decompose() also knows Python's).
+    """Whether an operator has no kernel and calls others, in C++ (func.decompose() also knows Python decompositions).
 
-    Inference mode leaves these to the engine. Three have both, silu_backward among them: what stands in for other
-    devices is not what the card runs.
+    In inference mode, the engine must decompose these. Three operators have both forms, silu_backward among them; a GPU
+    runs the kernel, and the composite form is for other devices.
     """
     name, has_kernel = func.name(), dispatch_has_kernel_for_dispatch_key
     return has_kernel(name, DispatchKey.CompositeImplicitAutograd) and not has_kernel(name, DispatchKey.CPU)
 
 
 def decomposed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run what the composite operator `func` is made of: with autograd's kernels, if a patch put it there."""
+    """Run the operators that the composite `func` calls; use autograd's kernel for it, if a patch registered one."""
     patched = dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.AutogradCPU)
     return func._op_dk(DispatchKey.AutogradCPU if patched else DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def cast_copies(func: Any, args: tuple) -> list[int]:
-    """Return the bytes of the copies that an elementwise `func` makes on a CPU of its operands, and of its first one's
-    new value.
+    """Return the bytes of each copy that an elementwise `func` creates on a CPU: of operands, and of the new value of
+    the first operand.
 
-    aten/src/ATen/TensorIterator.cpp, TensorIteratorBase::compute_types: on a CPU an operand that is not of the common
-    dtype is cast into a copy first, and a result of another dtype is computed into one; CUDA's kernels cast as they
-    read and write.
+    aten/src/ATen/TensorIterator.cpp, TensorIteratorBase::compute_types: on a CPU, an operand that does not have the
+    common dtype is first cast into a copy, and a result of another dtype is computed in a copy. CUDA kernels cast while
+    they read and write.
     """
     if torch.Tag.pointwise not in func.tags:
         return []
@@ -65,31 +65,32 @@ def cast_copies(func: Any, args: tuple) -> list[int]:
 
 
 def mixed_devices(func: Any, args: tuple) -> tuple[torch.device, torch.device] | None:
-    """Return the two devices that `func` finds among tensors it would put together, None where it finds one.
+    """Return two different devices of tensors that `func` would combine; None if each combination has one device.
 
-    Each position of the lists is an operation of its own. Torch's fake mode does not look: an optimizer whose states
-    stayed on the host when the model went to the card would step.
+    Each position of the lists is a separate operation. Torch's fake mode does not check this, so an optimizer whose
+    states stayed on the host when the model moved to the GPU would run without an error.
     """
     if not _takes_lists(func) or func is COPY:
         return None
     for row in zip(*_lists(args), strict=False):
-        devices = list(dict.fromkeys(_device(tensor) for tensor in row if tensor.dim()))  # numbers may lie on the host
+        devices = list(dict.fromkeys(_device(tensor) for tensor in row if tensor.dim()))  # numbers may be on the host
         if len(devices) > 1:
             return devices[0], devices[1]
     return None
 
 
 def changes_values_alone(func: Any, args: tuple) -> bool:
-    """Whether `func` writes into lists of fake tensors: it gives nothing, and there are no values to change.
+    """Whether `func` only writes into lists of fake tensors: it returns nothing, and there are no values to change.
 
-    Of an optimizer's step, several times hundreds of tensors, torch's fake mode would look at each.
+    An optimizer's step calls such operators several times on hundreds of tensors, and torch's fake mode would look at
+    each of them.
     """
     if not _writes_lists(func):
         return False
     lists = _lists(args)
     if len({*map(len, lists)}) != 1 or any(type(tensor) is not FakeTensor for tensors in lists for tensor in tensors):
         return False
-    # Where shapes differ torch broadcasts or refuses, and integers take no floats: it is to say which.
+    # If shapes differ, or if floats are written to integers, torch must decide whether that is allowed.
     alike = (len({tensor.shape for tensor in row}) == 1 for row in zip(*lists, strict=True))
     return all(alike) and all(tensor.is_floating_point() for tensors in lists for tensor in tensors)
 
@@ -99,7 +100,7 @@ def _lists(args: tuple) -> list[Any]:
 
 
 def _device(tensor: Tensor) -> torch.device:
-    # The attribute: of a fake tensor `device` is an operator, which the engine would be asked for.
+    # The attribute, because `device` of a fake tensor is an operator, which would go through the engine.
     return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 

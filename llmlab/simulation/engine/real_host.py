@@ -1,7 +1,7 @@
-"""The real host beside a simulated card: operators on plain tensors run for real, and values that cross are known.
+"""The real host of a simulated GPU: operators on plain tensors run for real, and values copied to the GPU stay known.
 
-A script's data sets, samplers and token ids stay on the host, with their values. An operator is simulated where a fake
-tensor is among its arguments, or where it makes a tensor on the card.
+A script's data sets, samplers and token ids stay on the host, with their values. An operator is simulated if a fake
+tensor is among its arguments, or if it creates a tensor on the GPU.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ..values.known import SMALL, VALUES_LIMIT, Loan, is_followed, know, known
 from ..values.placeholders import asked_by, initializing, located, value_for, warn_of
 
 aten = torch.ops.aten
-# Draws that code looks at, and their form with a generator.
+# Random operators whose values code uses, and their form with a generator.
 DRAWS = {aten.randint.default: aten.randint.generator, aten.randint.low: aten.randint.low_generator,
          aten.randperm.default: aten.randperm.generator}  # fmt: skip
 
-# They make buffers on the host as large as the model: those are fake, as parameters on the host are.
+# These modules create buffers on the host as large as the model, which are fake, like parameters on the host.
 OFFLOADING = "deepspeed.runtime.zero."
 
 Simulate = Callable[[Any, tuple, dict[str, Any]], Any]
 
 
 class RealHost:
-    """Decides for each operator whether the host runs it or the card. `assume`: the value of every float that is read,
-    if the user gives one.
+    """Decides for each operator whether the host or the GPU runs it. `assume` is the value of every single number that
+    is read, if the user sets it.
 
-    `inside`: whether an operator of the card runs, whose fake kernel must see the device that tensors have to torch.
+    `inside`: whether an operator of the GPU runs, whose fake kernel must see the devices under torch's own names.
     """
 
     def __init__(self, assume: float | None = None) -> None:
@@ -49,11 +49,11 @@ class RealHost:
         self.inside = False
 
     def run(self, simulate: Simulate, fake: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator where it belongs: for real, or by the engine's `simulate` on tensors of `fake`."""
+        """Run an operator where it belongs: for real, or with the engine's `simulate` on tensors of `fake`."""
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":  # from torch.set_default_device
             kwargs = {**kwargs, "device": GPU_DEVICE}
-        if kwargs.get("pin_memory"):  # torch's own code: there is no driver to pin by
+        if kwargs.get("pin_memory"):  # from torch's own code; there is no driver that could pin it
             kwargs = {**kwargs, "pin_memory": False}
         tensors: list[Tensor] = []
         _collect(args, tensors)
@@ -80,7 +80,7 @@ class RealHost:
         kwargs: dict[str, Any],
         tensors: list[Tensor],
     ) -> Any:
-        """Run an operator for the card; what cannot be simulated raises NotAvailable with the user's line."""
+        """Run an operator on the simulated GPU; raise NotAvailable with the user's line if it cannot be simulated."""
         try:
             if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
                 args, kwargs = tree_map_only(Tensor, lambda tensor: as_fake(fake, tensor), (args, kwargs))
@@ -102,7 +102,7 @@ class RealHost:
             self.inside = False
 
     def _drawn(self, func: Any, args: tuple, out: Tensor) -> Tensor:
-        """Draw token ids and orders for real, from a generator of the card's own: code looks at them."""
+        """Draw token ids and orders for real, from the simulator's own generator, because code uses their values."""
         if out.numel() <= VALUES_LIMIT:
             with disable_current_modes():
                 know(out, DRAWS[func](*args, dtype=out.dtype, generator=self.generator))
@@ -110,7 +110,7 @@ class RealHost:
 
 
 def _collect(values: Iterable[Any], into: list[Tensor]) -> None:
-    """Add the tensors among an operator's arguments, also those in lists."""
+    """Append the tensors among an operator's arguments to `into`, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             into.append(value)
@@ -119,7 +119,7 @@ def _collect(values: Iterable[Any], into: list[Tensor]) -> None:
 
 
 def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """Return the fake tensor for one on the host, which keeps its values where the engine follows them."""
+    """Return a fake tensor for one on the host, with its values if the engine follows them."""
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor.is_nested:
@@ -128,13 +128,13 @@ def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
         made = fake.from_tensor(tensor.detach())
     if not tensor.is_meta and (is_followed(tensor) or _is_mask(tensor)):
         know(made, tensor)
-    elif not (tensor.is_meta or tensor.is_inference()):  # of which nobody counts the changes
+    elif not (tensor.is_meta or tensor.is_inference()):  # inference tensors have no version counter
         know(made, tensor, Loan(tensor))
     return made
 
 
 def _assume(tensors: list[Tensor], value: float) -> None:
-    """Give the single numbers among `tensors` the value that the user said they have."""
+    """Set the unknown single numbers among `tensors` to the value that the user assumes."""
     for tensor in tensors:
         if tensor.numel() == 1 and known(tensor) is None:
             with disable_current_modes():
@@ -142,7 +142,7 @@ def _assume(tensors: list[Tensor], value: float) -> None:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Whether floats look like a mask, of which code asks whether it is causal; weights and data do not."""
+    """Whether floats look like a mask, which code may test for causality; weights and data do not."""
     if tensor.dim() < 2 or tensor.numel() > VALUES_LIMIT or not tensor.is_floating_point():
         return False
     with disable_current_modes():
@@ -151,7 +151,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _overwrite(func: Any, real: Tensor, assume: float | None) -> Tensor:
-    """Change a real tensor by values that are not known: they become the placeholder."""
+    """Fill a real tensor, to which `func` writes unknown values, with the placeholder."""
     if assume is None and not real.is_floating_point():
         raise located(NotAvailable(
             f"{func} writes values from the simulated GPU, which has none, into a {real.dtype} tensor; say what whole "

@@ -1,4 +1,4 @@
-"""Scratch: the buffers of one operator's kernel, allocated as its workspace function says, freed when it ends."""
+"""Scratch: the buffers of one operator's kernel, allocated as its workspace function says, and freed when it ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..workspaces.registry import FREE, Handle, Operator, Outputs, Step
 
 
 class Observer(Protocol):
-    """Is told of an engine's requests. Those between `scratch_begins` and `scratch_ends` are for the scratch of `op`,
-    which is allocated in two parts, before and after the outputs, either of which may be empty, and then freed."""
+    """Sees an engine's requests. Those between `scratch_begins` and `scratch_ends` are for the scratch of `op`. It is
+    allocated in two parts, before and after the outputs, either of which may be empty, and then freed."""
 
     def allocated(self, address: int, size: int) -> None: ...
 
@@ -30,7 +30,7 @@ class Scratch:
         self.addresses: list[int] = []
 
     def take(self, steps: Iterable[Step]) -> Outputs | None:
-        """Allocate what `steps` says, up to the outputs, which are returned, or to the end."""
+        """Allocate the buffers in `steps` up to the outputs, which are returned, or to the end."""
         if self.engine.observer is None:
             return self._take(steps)
         self.engine.observer.scratch_begins(self.op, freeing=False)
@@ -64,7 +64,7 @@ class Scratch:
         return None
 
     def _take_handle(self, handle: Handle) -> None:
-        # ATen/cuda/CublasHandlePool.cpp: handles belong to a thread; forward runs in one, backward in autograd's.
+        # ATen/cuda/CublasHandlePool.cpp: handles belong to a thread, and the backward pass runs in autograd's thread.
         key = handle.library, current_graph_task_id() != -1, self.engine.stream
         if handle.size and key not in self.engine.handles:
             self.engine.handles[key] = self.engine.malloc(handle.size)

@@ -1,9 +1,9 @@
-"""A cache of operators' results by their tensors' shapes, which spares asking torch for the same form again.
+"""A cache of operators' outputs by the shapes of their inputs, so that torch computes the same form only once.
 
-A model's layers, and a step after the first, run the same operators on tensors of the same shapes. torch's fake mode
-keeps such answers too, but takes most of a simulation's time to look one up. `Repeats` looks at less: what the form of
-an output depends on, where all inputs are plain strided fake tensors and all else is a number, a dtype or the like.
-What it has not seen, and whatever else there is, goes to torch.
+A model's layers, and every step after the first, run the same operators on tensors of the same shapes. torch's fake
+mode has such a cache too, but its lookups would be most of a simulation's time. `Repeats` compares less: only what
+determines an output's form if all inputs are plain strided fake tensors and everything else is a number, a dtype or the
+like. New calls, and all calls with other inputs, go to torch.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ...base.compat import (
 )
 
 aten = torch.ops.aten
-VIEW, NEW, CHANGE = "view", "new", "change"  # what an operator gives: its argument's storage, a new one, its argument
+VIEW, NEW, CHANGE = "view", "new", "change"  # an operator returns: a view of its argument, a new storage, its argument
 HASHABLE = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 NOT_REPEATED = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
-# Its kernel is a view's (native/TensorShape.cpp), which its schema does not say, since autograd is not to know.
+# Its kernel returns a view (native/TensorShape.cpp), which its schema hides from autograd.
 UNSAFE_VIEW = aten._unsafe_view.default
-LEFT_TO_TORCH = ("aten::lift", "aten::lift_fresh")  # torch.tensor's last step: its number is known
+LEFT_TO_TORCH = ("aten::lift", "aten::lift_fresh")  # torch.tensor's last step, after which the number is known
 
 
 class Form(NamedTuple):
-    """What is known of a tensor before it is made; its storage holds it and nothing else."""
+    """The layout of a tensor that is alone in its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,24 +46,24 @@ class Form(NamedTuple):
 
 
 class Repeats:
-    """Runs operators under `fake`, the mode that is entered, and remembers the forms of what they gave."""
+    """Runs operators under `fake`, the active mode, and remembers the forms of their outputs."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self.fake = fake
-        # By operator and inputs: the forms of the outputs (numbers, None: as they are) and their type, None
-        # for a change in place; False where torch is to be asked each time.
+        # By operator and inputs: the forms of the outputs (or the output itself, if it is a number or None) and their
+        # type; None for a change in place; False if torch must run the operator each time.
         self._given: dict[tuple, tuple[tuple[Any, ...], type] | Literal[False] | None] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of the first fake tensor on a device
         guards = set_throw_on_mutable_data_ptr, set_warn_deprecated_on_mutable_data_ptr
         self._guard = guards[fake._allow_unsafe_data_ptr_access]
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any], fake: Callable[[], Any] | None = None) -> Any:
-        """Return what `func` gives, as `func(*args, **kwargs)` does; to be called from inside a dispatch mode.
+        """Return the outputs of `func`, like `func(*args, **kwargs)`; call it inside a dispatch mode.
 
-        `fake` makes the outputs in its place, of the same arguments.
+        If there is a `fake`, it creates the outputs instead of `func`, from the same arguments.
         """
         gives = _gives(func)
-        # Another mode under the engine's, as FlopCounterMode around a simulation, is to see each operator.
+        # Another mode below the engine, such as FlopCounterMode around a simulation, must see each operator.
         if gives is None or len_torch_dispatch_stack() != 1 or (fake and gives is not NEW):
             return fake() if fake else func(*args, **kwargs)
         if gives is VIEW:
@@ -85,7 +85,7 @@ class Repeats:
         return out
 
     def _view(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return what a view gives: its kernel is the same for every device, so the one for meta tensors runs."""
+        """Return the output of a view, whose kernel is the same on every device, so the one for meta tensors runs."""
         with in_kernel_invocation_manager(self.fake):
             out = func(*args, **kwargs)
         device = args[0].fake_device
@@ -99,9 +99,10 @@ class Repeats:
         return self._faked(meta, form.device)
 
     def _faked(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """Return FakeTensor(self.fake, meta, device), which past the first on a device has the attributes of that one.
+        """Return FakeTensor(self.fake, meta, device), with attributes copied from the first fake tensor on the device.
 
-        As FakeTensor.__new__ does (_subclasses/fake_tensor.py), which sets them one by one through descriptors.
+        The result is the same as from FakeTensor.__new__ (_subclasses/fake_tensor.py), which sets the attributes one by
+        one through descriptors.
         """
         if device not in self._attributes:
             first = FakeTensor(self.fake, meta, device)
@@ -113,7 +114,7 @@ class Repeats:
         return made
 
     def _is_plain(self, tensor: Any) -> bool:
-        """Whether `tensor` is a fake one of this mode of which torch keeps nothing but its form."""
+        """Whether `tensor` is a fake tensor of this mode for which torch stores nothing but its form."""
         return (
             type(tensor) is FakeTensor
             and tensor.fake_mode is self.fake
@@ -123,7 +124,7 @@ class Repeats:
         )
 
     def _describe(self, values: Any, into: list) -> bool:
-        """Add what an output's form depends on; False where that cannot be said."""
+        """Append everything that determines an output's form to `into`; return False if that is not possible."""
         into.append(len(values))
         for value in values:
             if type(value) is FakeTensor:
@@ -131,7 +132,7 @@ class Repeats:
                     return False
                 into += (FakeTensor, value.shape, value.stride(), value.dtype, value.fake_device)
             elif isinstance(value, HASHABLE):
-                into += (type(value), value)  # 1, 1.0 and True are equal, and give other dtypes
+                into += (type(value), value)  # 1, 1.0 and True are equal, but lead to different dtypes
             elif isinstance(value, (list, tuple)):
                 if not self._describe(value, into):
                     return False
@@ -140,7 +141,7 @@ class Repeats:
         return True
 
     def _seen(self, gives: str, args: tuple, kwargs: dict, out: Any) -> Any:
-        """Return what is to be remembered of a first run."""
+        """Return the cache entry for a first run."""
         if gives is CHANGE:
             return None if out is args[0] else False
         outputs: Any = [out] if isinstance(out, Tensor) else out
@@ -157,7 +158,7 @@ class Repeats:
 
 @cache
 def _gives(func: Any) -> str | None:
-    """Return what an operator gives; None where torch is to be asked each time."""
+    """Return VIEW, NEW or CHANGE for an operator; None if torch must run it each time."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return None
     schema = func._schema
@@ -175,7 +176,7 @@ def _gives(func: Any) -> str | None:
 
 
 def _form(tensor: FakeTensor) -> Form | None:
-    """Return the form of a tensor; None where its storage holds other than just the tensor."""
+    """Return the form of a tensor; None if it is not alone in its storage."""
     form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
     last = sum((size - 1) * step for size, step in zip(form.shape, form.stride, strict=True))
     size = (last + 1 if tensor.numel() else 0) * tensor.itemsize

@@ -1,4 +1,4 @@
-"""Operators that a simulated card refuses, with their name, the user's line and the way round it."""
+"""Operators that a simulated GPU refuses, with their name, the user's line and a way around the problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def no_compiled_kernel(func: Any) -> NotAvailable:
 
 
 def random_again(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operator that draws, as a compiled graph does which draws the same in backward; others are refused."""
+    """Run the higher-order operators with which a compiled graph draws the same numbers again in its backward pass;
+    refuse all others."""
     if func.name() == "run_and_save_rng_state":
         return torch.get_rng_state(), args[0](*args[1:], **kwargs)
     if func.name() == "run_with_rng_state":
@@ -32,7 +33,7 @@ def random_again(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def no_extensions() -> AbstractContextManager:
-    """Refuse to compile kernels for the card, with their name."""
+    """Refuse to compile kernels for the GPU, with their name."""
     from torch.utils import cpp_extension
 
     def refused(name: str, *args: Any, **kwargs: Any) -> None:
@@ -45,14 +46,14 @@ def no_extensions() -> AbstractContextManager:
 
 
 def counted_triton(launches: Counter[str]) -> AbstractContextManager:
-    """Count the launches of Triton's kernels, which write into tensors that they are given and allocate nothing.
+    """Count the launches of Triton kernels, which write into existing tensors and allocate nothing.
 
-    An autotuned kernel, which is launched with many settings, is one launch.
+    An autotuned kernel, which a GPU would launch with many settings, counts as one launch.
     """
     from triton.runtime import jit
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
-        function = kernel if hasattr(kernel, "__name__") else getattr(kernel, "fn", None)  # an autotuner's
+        function = kernel if hasattr(kernel, "__name__") else getattr(kernel, "fn", None)  # of an autotuner
         name = getattr(function, "__name__", "without a name")
 
         def launch(*args: Any, **kwargs: Any) -> None:
@@ -64,7 +65,7 @@ def counted_triton(launches: Counter[str]) -> AbstractContextManager:
 
 
 class CountedKernel:
-    """A kernel that NVRTC would compile of CUDA's source: each call is a launch, and allocates nothing."""
+    """A kernel that NVRTC would compile from CUDA source: each call counts as a launch, and allocates nothing."""
 
     def __init__(self, name: str, launches: Counter[str]) -> None:
         self._name, self._launches = name, launches
@@ -77,7 +78,7 @@ class CountedKernel:
 
 
 def no_other_ranks(module: str, *names: str) -> AbstractContextManager:
-    """Refuse functions of a module that need the memory or the answers of ranks that are not there."""
+    """Refuse functions of a module that need the memory or the answers of other ranks, which do not exist."""
 
     def refused(name: str) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:

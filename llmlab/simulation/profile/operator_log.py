@@ -1,8 +1,9 @@
 """A log of the operators of a step: FLOP, bytes, dtype and shape of each kernel, in the order they run.
 
-`Operators` is what an `Engine` calls after each operator. FLOP are those of PyTorch's FlopCounterMode, by its own table
-(torch/utils/flop_counter.py), with the products it lacks: bitsandbytes' and the experts'. Bytes are what a kernel must
-read and write once: each argument and each output, a repeated (expanded) dimension counted once.
+An `Engine` calls `Operators` after each operator. FLOP are those of PyTorch's FlopCounterMode, from its own table
+(torch/utils/flop_counter.py), plus the matmuls that it lacks, those of bitsandbytes and of experts. Bytes are those
+that a kernel must read and write at least once: each argument and each output, with a repeated (expanded) dimension
+counted once.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from ..workspaces.registry import Operator
 
 aten = torch.ops.aten
 
-# Read as many elements of their first argument as they write, not all of it.
+# Operators that read only as many elements of their first argument as they write.
 GATHERS = frozenset(("aten::embedding", "aten::index_select", "aten::gather", "aten::index"))
 WRITES_ONLY = frozenset((
     "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::randn_like", "aten::rand_like", "aten::zero_",
     "aten::fill_", "aten::normal_", "aten::uniform_", "aten::nll_loss_backward", "aten::zeros", "aten::ones",
 ))  # fmt: skip
-ADDING = frozenset(("aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"))  # to their first argument
+ADDING = frozenset(("aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"))  # add to their first argument
 PRODUCTS = ADDING | {"aten::mm", "aten::bmm"}
-# FlopCounterMode does not know the products that add in place: they count as those that do not.
+# FlopCounterMode does not know the matmuls that add in place, so they count like those that do not.
 OUT_OF_PLACE = {"aten::addmm_": aten.addmm, "aten::baddbmm_": aten.baddbmm}
-# cuda/SoftMax.cu goes over a row several times: how often beyond the first, in units of the output. A row that the
-# second-level cache still holds is read from there. softmax's backward makes grad × output first, with 3 more.
+# cuda/SoftMax.cu reads a row several times: the further reads, in units of the output's bytes. A row that is still in
+# the L2 cache is read from there. The backward pass of softmax computes grad × output first, which moves 3 units more.
 SOFTMAX_AGAIN = {
     "aten::_softmax": 2, "aten::_log_softmax": 2, "aten::_softmax_backward_data": 1,
     "aten::_log_softmax_backward_data": 1,
 }  # fmt: skip
 
 
-# By name, because some are of libraries that are not here. The values take shapes in the place of tensors.
+# By name, because some operators belong to libraries that may be missing. The functions get shapes instead of tensors.
 MORE_FLOPS = {
     **ATTENTION_FLOPS,
     "aten::_grouped_mm": lambda a, b, *rest, **named: 2 * prod(a) * b[-1],
@@ -59,23 +60,23 @@ MORE_FLOPS = {
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, those of a repeated dimension once."""
+    """Return the bytes of a tensor, with a repeated dimension counted once."""
     return prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.itemsize
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Return the FLOP that FlopCounterMode counts for one operator, and for the products it does not know."""
+    """Return the FLOP of one operator as FlopCounterMode counts them, also for matmuls that it does not know."""
     if more := MORE_FLOPS.get(func._schema.name):
         return more(*(arg.shape if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
     count = flop_registry.get(OUT_OF_PLACE.get(func._schema.name, func._overloadpacket))
-    # torch's formulas know no out_dtype, which aten.addmm.dtype and its like have among their arguments.
+    # torch's formulas have no parameter out_dtype, which is an argument of aten.addmm.dtype and similar overloads.
     known = [arg for arg in args if not isinstance(arg, torch.dtype)]
     return count(*known, **kwargs, out_val=out) if count else 0
 
 
 class Operators(list):
-    """A list of `Kernel` of a step on `gpu`, which an engine fills: `engine.watch = operators`. Who runs the step sets
-    `phase`."""
+    """A list of the `Kernel`s of a step on `gpu`, which an engine fills: `engine.watch = operators`. The code that runs
+    the step sets `phase`."""
 
     phase = ""
 
@@ -91,22 +92,22 @@ class Operators(list):
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that these operators take on the card, in this order; None without a card, and where it has no units
-        for a dtype."""
+        """Seconds that these operators take on the GPU, in this order; None without a GPU, or if it has no units for
+        one of the dtypes."""
         times = self._timing(self)
         return times.step if times else None
 
     @property
     def untimed(self) -> str | None:
-        """The dtype of the first of them whose time on the card is not known, which `seconds` is None for."""
+        """The dtype of the first operator whose time on the GPU is not known, which makes `seconds` None."""
         if self._kernels is None:
             return None
         rates, grids = self._kernels.operators, self._grids
         return next((kernel.dtype for kernel in self if kernel_seconds(kernel, rates, grids) is None), None)
 
     def traced(self, logits: int) -> Traced | None:
-        """Return the passes of the step by what takes them, and its update; None where `seconds` is. What works on as
-        many elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
+        """Return the seconds of the step's passes by kind of operator, and of its update; None if `seconds` is None.
+        Operators on as many elements as a micro-batch's `logits` have on this rank count as outside of blocks."""
         result = durations(self, logits, self._kernels) if self._kernels else None
         return result.traced if result else None
 
@@ -115,12 +116,12 @@ class Operators(list):
 
     @property
     def interval(self) -> float:
-        """What 8 in 10 times of a step are off at most, as a factor."""
+        """The 80 % interval of a step's time, as a factor."""
         return self._kernels.interval if self._kernels else 1.0
 
     @property
     def rates(self) -> Efficiency:
-        """The card's measured rates; raises NotAvailable for a card that has none."""
+        """The GPU's measured rates; raises NotAvailable for a GPU without measured rates."""
         rates = efficiency(self.gpu) if self.gpu else None
         if rates is None:
             name = self.gpu.name if self.gpu else "no card"
@@ -132,9 +133,9 @@ class Operators(list):
         return grids(self._kernels) if self._kernels else None
 
     def by_operator(self) -> dict[tuple[str, str], tuple[float, float, float]]:
-        """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP per element.
+        """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator counts one FLOP per element.
 
-        Raises NotAvailable without a card, and for a dtype that it has no units for.
+        Raises NotAvailable without a GPU, and for a dtype for which it has no units.
         """
         if self._kernels is None:
             raise NotAvailable("the time of operators needs a GPU; name one: Operators(gpu)")
@@ -153,7 +154,7 @@ class Operators(list):
         return sums
 
     def launched(self, name: str, moved: int) -> None:
-        """Add a kernel that torch.compile wrote, which moves so many bytes."""
+        """Add a kernel from torch.compile, which moves `moved` bytes."""
         backward = current_graph_task_id() != -1
         self.append(Kernel(name, "memory", "", 0, moved, (), 1, backward, self.phase, compiled=True))
 
@@ -162,13 +163,13 @@ class Operators(list):
         name = func._schema.name
         if func.namespace == "profiler":
             return
-        # Recomputation runs inside backward, but from Python and with gradients on, as forward does.
+        # Recomputation runs inside the backward pass, but from Python and with gradients on, like the forward pass.
         backward = current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if is_view(func):
             self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase, compiled=compiled))
             return
-        given = {key: value for key, value in kwargs.items() if key != "out"}  # what is only written is not read
-        read = args[1:] if name in ADDING and given.get("beta") == 0 else args  # 0 · c is not read, also where c is NaN
+        given = {key: value for key, value in kwargs.items() if key != "out"}  # `out` is only written
+        read = args[1:] if name in ADDING and given.get("beta") == 0 else args  # 0 · c is not read, even if c is NaN
         inputs = [leaf for leaf in arg_tree_leaves(*read, **given) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in arg_tree_leaves(out) if isinstance(leaf, Tensor)]
         if not outputs:  # in place
@@ -191,7 +192,8 @@ class Operators(list):
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operator writes, by its schema, which counts gradients among those of optimizers."""
+    """Return the arguments that an operator writes according to its schema, except the gradients of optimizers, which
+    the schema also lists as written."""
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     return [given[argument.name] for argument in func._schema.arguments
             if argument.name in given and argument.name not in ("g", "grads")
@@ -199,11 +201,11 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int, int]:
-    """Return the bytes a kernel moves at least, those it moves besides if its rows are not in cache, and a row's."""
+    """Return the bytes that a kernel moves at least, those that it also moves if rows are not in cache, and a row's."""
     written = sum(map(_extent, outputs))
     if name in GATHERS:
         return 2 * written, 0, 0
-    if name == "fsdp::all_gather_copy_in":  # a shard into its place in the whole
+    if name == "fsdp::all_gather_copy_in":  # copies a shard into its place in the whole tensor
         return 2 * sum(map(_extent, inputs[:-1])), 0, 0
     if name in WRITES_ONLY:
         return written, 0, 0

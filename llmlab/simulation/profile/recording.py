@@ -1,9 +1,9 @@
-"""Recording of a simulated step: the engine's events, the module that each belongs to, and what was alive and why.
+"""Recording of a simulated step: the engine's events, the module of each event, and the categories of live tensors.
 
-A request for memory belongs to the module that runs, or in backward to the one whose forward it undoes. Hooks on every
-module call keep a stack of paths. Autograd numbers its nodes in the order forward makes them
-(torch/csrc/autograd/function.h, sequence_nr), so the numbers at which modules begin and end say of a node that runs in
-backward which module made it.
+A request for memory belongs to the module that runs or, in the backward pass, to the module that created the autograd
+node. Hooks on every module call maintain a stack of paths. Autograd numbers its nodes in the order in which the forward
+pass creates them (torch/csrc/autograd/function.h, sequence_nr). The numbers at which modules begin and end therefore
+identify the module that created a node.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ Referent = TypeVar("Referent")
 
 
 class Place(NamedTuple):
-    """What asked for memory: the operator, and the path of the module in its model ("" outside of any)."""
+    """The origin of a request for memory: the operator, and the module's path in its model ("" outside of any)."""
 
     operator: str
     module: str
 
     def __str__(self) -> str:
-        """Say it as a person would: "mm in lm_head" for aten.mm.default."""
+        """Return a readable form: "mm in lm_head" for aten.mm.default."""
         operator = self.operator.removeprefix("aten.").removesuffix(".default")
         return f"{operator} in {self.module}" if self.module else operator
 
 
 def living(references: Iterable[weakref.ref[Referent]]) -> list[Referent]:
-    """Return the objects that are still there."""
+    """Return the objects that still exist."""
     return [each for reference in references if (each := reference()) is not None]
 
 
 class Recording(Marks):
-    """Marks on the events of `engine`, and the module that each event belongs to, which the engine asks for."""
+    """Marks the events of `engine`, and tells the engine which module each event belongs to."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.now, engine.address)
         self.engine = engine
-        self.roots: list[weakref.ref[nn.Module]] = []  # modules that were called from no other one
+        self.roots: list[weakref.ref[nn.Module]] = []  # modules that no other module called
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._stack: list[str] = []
-        self._numbers: list[int] = []  # of autograd nodes, ascending; with _paths, the module that runs from there on
+        self._numbers: list[int] = []  # of autograd nodes, ascending; _paths: the module that runs from there on
         self._paths: list[str] = []
 
     @contextmanager
@@ -80,26 +80,26 @@ class Recording(Marks):
         return Place(str(self.engine.operator), self.path())
 
     def path(self) -> str:
-        """Return the path of the module that runs, or whose backward does; "" outside of any."""
+        """Return the path of the module that runs, in the forward or the backward pass; "" outside of any."""
         if self._stack:
             return self._stack[-1]
         node = current_autograd_node()
         if node is None or not self._paths:
             return ""
         number = node._sequence_nr()
-        if number > self._numbers[-1]:  # AccumulateGrad's, which no forward numbered
+        if number > self._numbers[-1]:  # of AccumulateGrad, which no forward pass numbered
             return self._owner(getattr(node, "variable", None))
         place = bisect_right(self._numbers, number) - 1
         return self._paths[place] if place >= 0 else ""
 
     def own(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        """Let the parameters of `model`, their gradients and states belong to the modules that hold them."""
+        """Attribute the parameters of `model`, their gradients and optimizer states to the parameters' modules."""
         for path, module in model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
                     states = [value for optimizer in optimizers
                               for value in optimizer.state.get(parameter, {}).values()]  # fmt: skip
-                    gradient = parameter.grad if parameter.is_leaf else None  # FSDP1 puts views in their place
+                    gradient = parameter.grad if parameter.is_leaf else None  # FSDP1 replaces parameters by views
                     for tensor in (parameter, gradient, *states):
                         if isinstance(tensor, Tensor):
                             self.engine.belongs(tensor, path or type(model).__name__)
@@ -138,29 +138,29 @@ class Recording(Marks):
 
 
 class StepRecording(Recording):
-    """The recording of `lab.simulate`'s step, which says itself when its phases begin."""
+    """The recording of `lab.simulate`'s step, which reports itself when its phases begin."""
 
     def __init__(self, engine: Engine, gpu: GPU | None, on_phase: Callable[[str | None], None] | None = None) -> None:
         super().__init__(engine)
-        self.on_phase = on_phase  # called as a phase begins; None is what does not count
+        self.on_phase = on_phase  # called when a phase begins, with None for one that does not count
         self.operators = Operators(gpu)  # of the step that counts
         self.loaded: int | None = None  # bytes allocated when loading was done
         self.peak_reserved: int | None = None
-        self.reserved_before = 0  # bytes: the most while loading and warming up
+        self.reserved_before = 0  # peak reserved bytes of loading and warming up
         self.failed: tuple[AllocatorOutOfMemory, Place] | None = None
 
     def enter(self, phase: str, **alive: Any) -> None:
-        """Mark that `phase` begins; `alive`: tensors by part that only the step knows of."""
+        """Mark that `phase` begins; `alive` has tensors, by part, that only the step knows."""
         self.operators.phase = phase
         self.engine.watch = self.operators if self.counting and phase != "load" else None
-        # Optimizers scale by norms they read (Adafactor's clipping); no memory depends on them.
+        # Optimizers read norms and scale by them (Adafactor's clipping), but no memory depends on these norms.
         self.engine.placeholder = 1.0 if phase == "optimizer" else None
         super().enter(phase, **alive)
         if self.on_phase:
             self.on_phase(self._counted())
 
     def labelled(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Return `function`, what it allocates being known as `part`."""
+        """Return `function`, wrapped so that its allocations are attributed to `part`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             since = len(self.engine.events)
@@ -179,7 +179,7 @@ class StepRecording(Recording):
 
     @property
     def _replayed(self) -> list[Tensor]:
-        """The cache after a step that was replayed, in which nothing else moved."""
+        """The cache after a replayed step, which moved no other tensors."""
         return getattr(self.step.decoder, "replayed", []) if self.step else []
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:

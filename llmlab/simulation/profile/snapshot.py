@@ -21,7 +21,7 @@ from .. import FOLDER
 from ..allocator.caching import Allocator
 from .recording import OUTSIDE, Place
 
-FRAMES = 64  # of a stack that are kept, innermost first
+FRAMES = 64  # the most frames stored of a stack, innermost first
 
 
 class Frame(NamedTuple):
@@ -32,7 +32,7 @@ class Frame(NamedTuple):
     name: str
 
 
-Stack = tuple[tuple[CodeType, int], ...]  # code and the instruction in it: the line is only looked up for a snapshot
+Stack = tuple[tuple[CodeType, int], ...]  # code and an instruction in it; only a snapshot looks up the line
 
 
 class Entry(NamedTuple):
@@ -47,15 +47,15 @@ class Entry(NamedTuple):
 
 
 class History:
-    """The allocator's events with the stacks of those that allocate, in order."""
+    """The allocator's events in order, with the stacks of allocations."""
 
     def __init__(self, place: Callable[[], Place] | None = None) -> None:
         self.entries: list[Entry] = []
-        self.place = place  # says which operator of which module asks; its answer is the innermost frame
-        self.steps: list[int] = []  # how many entries there were as each step ended
+        self.place = place  # returns the operator and module of a request, which become its innermost frame
+        self.steps: list[int] = []  # the number of entries at the end of each step
 
     def record(self, action: str, address: int, size: int, stream: int) -> None:
-        """Take an event: Allocator.on_event."""
+        """Append an event, as Allocator.on_event."""
         if action in ("alloc", "segment_alloc", "oom"):
             entry = Entry(action, address, size, stream, self.place() if self.place else None, stack())
         else:
@@ -64,7 +64,7 @@ class History:
 
 
     def growth(self) -> dict[str, int]:
-        """Return the bytes that the last step left behind, by module and line of the user's code."""
+        """Return the bytes by which memory grows with each step, by module and line of the user's code."""
         sign = {"alloc": 1, "free_completed": -1}
         events = (
             Event(number, entry.address, sign[entry.action] * rounded(entry.size))
@@ -104,7 +104,7 @@ def _line(code: CodeType, instruction: int) -> int:
 
 
 def snapshot(memory: Allocator, history: History) -> dict[str, Any]:
-    """Return what torch.cuda.memory._snapshot returns. `time_us` counts events: simulated code takes no time."""
+    """Return the dict that torch.cuda.memory._snapshot would. `time_us` counts events: simulated code takes no time."""
     born = {entry.address: entry for entry in history.entries if entry.action == "alloc"}
     segments = memory.segments()
     for segment in segments:
@@ -132,7 +132,7 @@ def snapshot(memory: Allocator, history: History) -> dict[str, Any]:
 
 
 def _frames(entry: Entry | None) -> list[dict[str, Any]]:
-    """Return the frames of an allocation, innermost first: the operator in its module, then Python's."""
+    """Return the frames of an allocation, innermost first: the operator in its module, then the Python stack."""
     if entry is None:
         return []
     frames = [Frame(code.co_filename, _line(code, instruction), code.co_name) for code, instruction in entry.stack]
@@ -142,5 +142,5 @@ def _frames(entry: Entry | None) -> list[dict[str, Any]]:
 
 
 def write_snapshot(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-    """Write the pickle `content` so that a reader, or a crash, sees the old file or the new one."""
+    """Pickle `content` to `path`. A reader, even after a crash, sees the old file or the whole new one."""
     write_whole(Path(path), pickle.dumps(content, protocol=4))  # the newest that memory_viz reads

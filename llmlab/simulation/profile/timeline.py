@@ -1,9 +1,9 @@
-"""Timeline of a simulated card's memory by category and by module: `sim.timeline`.
+"""Timeline of a simulated GPU's memory by category and by module: `sim.timeline`.
 
-A script of one's own has no phases, so they are inferred: "backward" while autograd runs, "optimizer" while one
-steps, "forward" from a module's call on or, without gradients, "no-grad", "saving" from state_dict() or torch.save()
-on, and "load" before the first call. What the tensors are for is asked of the modules that were called and of the
-optimizers that stepped, whenever a phase begins; the rest follows as in recording/parts.py.
+A user's script does not name its phases, so they are inferred: "backward" while autograd runs, "optimizer" while an
+optimizer steps, "forward" from a module's call on (without gradients: "no-grad"), "saving" from state_dict() or
+torch.save() on, and "load" before the first call. Whenever a phase begins, categories of tensors are read from the
+modules that were called and the optimizers that stepped. The others are inferred as in recording/parts.py.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Timeline(tuple):
-    """Bytes allocated after each allocation and each free, in order, and what they were for.
+    """Bytes allocated after each allocation and each free, in order, and their categories.
 
-    `points` are the phase and the bytes of each category at up to 300 of those moments, the peak among them; `peak` is
-    the most bytes, reached in `phase` at `place`, an operator and its module; `modules` divides it by module, and
+    `points` are the phase and the bytes of each category at up to 300 of those moments, including the peak. `peak` is
+    the most bytes, reached in `phase` at `place`, an operator and its module. `modules` divides the peak by module, and
     `phases` has the peak of each phase.
     """
 
@@ -60,38 +60,38 @@ class Timeline(tuple):
         return made
 
     def plot(self) -> Figure:
-        """Return the live bytes over time, stacked by category, the peak marked with the module that made it."""
+        """Plot the live bytes over time, stacked by category; the peak is marked with its operator and module."""
         from ...plots import plot_live_bytes
 
         return plot_live_bytes(self.points, self.title, self.capacity, str(self.place) if self.place else None)
 
 
 def peak_place(division: Division, engine: Engine) -> Place | None:
-    """Return what asked for the block that made the peak; None where nothing was allocated."""
+    """Return the origin of the block that was allocated last at the peak; None if nothing was allocated."""
     return engine.places.get(division.blocks[-1].born) if division.blocks else None
 
 
 def by_module(blocks: Iterable[Block], places: Mapping[int, Place]) -> dict[str, dict[str, int]]:
-    """Return the bytes of `blocks` by module and category, layers taken together, the largest module first."""
+    """Return the bytes of `blocks` by module and category, with layers combined and the largest module first."""
     modules: dict[str, dict[str, int]] = {}
     for block in blocks:
         place = places.get(block.born)
         parts = modules.setdefault(collapsed(place.module) if place and place.module else OUTSIDE, {})
-        assert block.part is not None  # `divide` says it of each
+        assert block.part is not None  # `divide` sets it for each
         parts[block.part] = parts.get(block.part, 0) + block.size
     return dict(sorted(modules.items(), key=lambda item: -sum(item[1].values())))
 
 
 class Phases(Recording):
-    """Infers the phases of a script from what runs, and marks in each what the tensors are for."""
+    """Infers the phases of a script from the code that runs, and marks the categories of tensors in each phase."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.marks.append(Mark(self.now(), self.phase, {}))
-        self.logits: set[int] = set()  # sizes of a logits tensor, bytes, in half precision and in fp32
+        self.logits: set[int] = set()  # bytes of a logits tensor, in 16-bit and in fp32
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._stepping = False
-        self._pass = "forward"  # what the call of a module is that no other one calls
+        self._pass = "forward"  # the phase of the current outermost module call
         self._recomputing: int | None = None
 
     @contextmanager
@@ -114,7 +114,7 @@ class Phases(Recording):
                 handle.remove()
 
     def place(self) -> Place:
-        """Return where the operator that runs belongs; a request for memory is where a phase begins."""
+        """Return where the operator that runs belongs; a new phase begins with its first request for memory."""
         backward = current_graph_task_id() != -1
         now = "backward" if backward else "optimizer" if self._stepping else self._pass if self._stack else self.phase
         if now != self.phase:
@@ -122,12 +122,12 @@ class Phases(Recording):
         return super().place()
 
     def timeline(self, title: str, capacity: int | None) -> Timeline:
-        """Return what was held so far."""
+        """Return the timeline so far."""
         marks = [*self.marks, Mark(self.now(), self.phase, self._alive({}))]
         return Timeline(divide(self.engine.events, marks, blocks_of(self.logits)), self.engine, title, capacity)
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
-        with DisableTorchFunction():  # reading attributes is no code of the user's
+        with DisableTorchFunction():  # reading attributes is not part of the user's code
             for root in living(self.roots):
                 self.own(root, *living(self._optimizers))
             return super()._alive(named)
@@ -147,7 +147,7 @@ class Phases(Recording):
         }
 
     def _saving(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `real` as the beginning of a phase, which lasts until a model or an optimizer runs again."""
+        """Return `real`, wrapped to begin a phase, which lasts until a model or an optimizer runs again."""
 
         @wraps(real)
         def begin(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ class Phases(Recording):
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._stack:
             self._pass = "forward" if torch.is_grad_enabled() else "no-grad"
-            if current_graph_task_id() != -1:  # checkpointing computes a block again
+            if current_graph_task_id() != -1:  # checkpointing recomputes a block
                 self._recomputing = self.now()
         super()._enter(module, args)
 

@@ -1,1 +1,1 @@
-"""Fake tensors whose values are known, and what stands in for a value that is not."""
+"""Known values of fake tensors, and placeholders for unknown ones."""

@@ -1,8 +1,8 @@
-"""Values that ranks exchange: those of this rank are known, and the others, which are not there, have the same.
+"""Results of collectives: the other ranks, which do not exist, are assumed to have the same values as this rank.
 
-So all_gather gives each rank's slot this rank's tensor, all_to_all the part meant for this rank of each, and a sum is
-as many times the value as there are ranks (of equal values the average, the least and the largest are the value). Code
-exchanges sizes so, and allocates by them.
+So all_gather fills each rank's slot with this rank's tensor, and all_to_all fills each slot with the part that is meant
+for this rank. A sum is the value times the number of ranks; the average, minimum and maximum of equal values are the
+value itself. Code exchanges sizes this way, and allocates memory accordingly.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ COLLECTIVES = frozenset(("c10d", "_c10d_functional"))  # namespaces of torch.ops
 
 
 def exchange(func: Any, args: tuple, out: Any) -> None:
-    """Give the tensors that collective `func` writes (torch.ops.c10d) or returns (_c10d_functional) what they would
-    hold; forget unknown ones."""
+    """Set the values of tensors that collective `func` writes (torch.ops.c10d) or returns (_c10d_functional), or forget
+    them if they are unknown."""
     space, _, name = func._schema.name.partition("::")
     rule = (RULES if space == "c10d" else FUNCTIONAL).get(name)
     if rule is not None:
@@ -90,7 +90,7 @@ def _scatter(outputs: list[Tensor], inputs: list[list[Tensor]], group: Any, *_: 
 
 
 def summed(tensor: Tensor, ranks: int) -> None:
-    """Give `tensor` what a sum over `ranks` that all have its values makes of them, where they are known."""
+    """Multiply the values of `tensor`, if they are known, by `ranks`: the sum over ranks that all have these values."""
     with disable_current_modes():
         if (value := known(tensor)) is not None:
             _put(tensor, value * ranks)

@@ -1,8 +1,8 @@
-"""Counts of values that are not known: each bin has as many as any other, and where only a check asks which values
-there are, all are the same.
+"""Counts of unknown values: all bins are assumed to have the same count, and if code only checks which values occur,
+all values are assumed to be the same.
 
-A router's tokens are counted for each expert, ranks tell each other the counts, and buffers are sized by them. Balanced
-is what a router is trained to be; a real one is not, so memory is that of an even split.
+A router's tokens are counted for each expert, ranks exchange the counts, and buffers are sized accordingly. A router is
+trained to be balanced, but a real one is uneven; the simulated memory is that of an even split.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BALANCED = Note(
 
 
 def balance(counts: Tensor, total: int) -> None:
-    """Let `counts` be even, with the sum `total`."""
+    """Set the values of `counts` to an even split of `total`."""
     bins = max(1, counts.numel())
     with disable_current_modes():
         even = torch.tensor([total // bins + (number < total % bins) for number in range(bins)])
@@ -36,9 +36,9 @@ def balance(counts: Tensor, total: int) -> None:
 
 
 def counts_of(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return what bincount gives of unknown values: its `minlength` bins, made by `run`, which runs an operator.
+    """Return the output of bincount for unknown values: `minlength` bins, created with `run`, which runs an operator.
 
-    Raises NotAvailable where there is none.
+    Raises NotAvailable without a `minlength`.
     """
     bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if not bins:
@@ -47,10 +47,10 @@ def counts_of(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str,
 
 
 def distinct_of(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return what unique() gives if all of its unknown values are the same: one value, for each the place of that one,
-    and one count, made by `run`, which runs an operator.
+    """Return the outputs of unique() as if all of its unknown values were the same: one value, its index for each
+    element, and one count, created with `run`, which runs an operator.
 
-    Raises NotAvailable where the result is more than checked.
+    Raises NotAvailable unless code only checks the result.
     """
     if not only_checked("unique()"):
         raise needs_values(func)

@@ -1,8 +1,9 @@
-"""Known values of fake tensors, because code asks for them: positions, masks, lengths, single numbers.
+"""Known values of fake tensors that code reads: positions, masks, lengths, single numbers.
 
-A fake tensor has no bytes. Where all that an operator takes is known it runs a second time, for real and out of sight
-of the engine, and the fake tensor keeps what that gave. What the card computes from unknown values is not known. Masks
-made on the host, padding masks and vectors of lengths are, so operators whose output they size can run.
+A fake tensor has no bytes. If all inputs of an operator are known, it runs a second time, for real and unseen by the
+engine, and the fake tensor stores the result. Results that the GPU computes from unknown values are unknown. Masks
+created on the host, padding masks and vectors of lengths are known, so operators whose output size depends on them can
+run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...base.compat import FakeTensor, arg_tree_leaves, disable_current_modes, t
 
 aten = torch.ops.aten
 VALUE = "simulated_value"  # the attribute of a fake tensor that holds the real one
-LOAN = "simulated_loan"  # the attribute that says whose values they are, where they are not its own
+LOAN = "simulated_loan"  # the attribute with the `Loan`, if the values belong to another tensor
 VALUES_LIMIT = 1 << 22  # elements of an integer tensor whose values are followed
 SMALL = 1024  # elements of any other
 INTEGERS = (torch.int64, torch.bool, torch.int32)
@@ -30,7 +31,7 @@ KEEPS_VALUES = frozenset((aten._amp_foreach_non_finite_check_and_unscale_.defaul
 
 
 class Loan:
-    """The values of a large tensor on the host, which copies on the card and their views look at and nobody copied;
+    """The values of a large tensor on the host, which its copies on the GPU and their views share without a real copy;
     `ended` once either side was written to."""
 
     def __init__(self, lender: Tensor) -> None:
@@ -42,7 +43,7 @@ class Loan:
 
 
 def known(tensor: Any) -> Tensor | None:
-    """Return the real tensor behind a fake one, where it is known, and a real tensor as it is."""
+    """Return the real tensor with the values of a fake one, None if they are unknown; return a real tensor as it is."""
     if isinstance(tensor, FakeTensor):
         loan = getattr(tensor, LOAN, None)
         if loan is not None and not loan.holds:
@@ -52,31 +53,31 @@ def known(tensor: Any) -> Tensor | None:
 
 
 def know(tensor: Tensor, value: Tensor, loan: Loan | None = None) -> None:
-    """Let a fake tensor have the values of a real one, which it shares; those of a `loan` are not its own."""
+    """Let a fake tensor share the values of a real one; with a `loan`, they belong to the lender."""
     setattr(tensor, VALUE, value)
     if loan is not None:
         setattr(tensor, LOAN, loan)
 
 
 def forget(tensor: Tensor) -> None:
-    """Let the values of a fake tensor be unknown."""
+    """Make the values of a fake tensor unknown."""
     vars(tensor).pop(VALUE, None)
     vars(tensor).pop(LOAN, None)
 
 
 def is_followed(tensor: Tensor, limit: int = SMALL) -> bool:
-    """Return whether values of such a tensor are kept: integers and masks, and up to `limit` other elements."""
+    """Return whether the values of `tensor` are followed: integers, masks, and up to `limit` other elements."""
     return tensor.dtype in INTEGERS or tensor.numel() <= limit
 
 
 def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any, limit: int) -> None:
-    """Keep what is known of `out`, which operator `func` gave, or of its arguments where it changes them.
+    """Store the known values of `out`, the output of operator `func`, or of the arguments that it changes.
 
-    `limit`: elements of a floating-point tensor that is followed; of several outputs it is SMALL.
+    `limit`: the most elements of a floating-point output that is followed; SMALL if there are several outputs.
     """
     if type(out) is FakeTensor:
         if func is aten.isnan.default and known(args[0]) is None and out.numel() <= VALUES_LIMIT:
-            # What the card computes is finite.
+            # All results of the GPU are assumed to be finite.
             with disable_current_modes():
                 know(out, torch.zeros(tuple(out.shape), dtype=torch.bool))
         elif args and out is args[0]:
@@ -96,7 +97,7 @@ def _loan_among(args: tuple) -> Loan | None:
 
 
 def _lend(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor, loan: Loan) -> None:
-    """Let a copy or a view of lent values look at them too; what else would be made of so many is not followed."""
+    """Let a copy or a view of lent values share them, too. Other large results are not followed."""
     if func.is_view:
         value = _for_real(func, args, kwargs, _tensors(args, kwargs))
         if value is not NotImplemented:
@@ -109,7 +110,7 @@ def _lend(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor, loan: Loa
 
 
 def _follow_value(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor | Sequence[Tensor]) -> None:
-    """Compute the outputs for real where all they come from is known."""
+    """Compute the outputs for real if all inputs are known."""
     outputs = [out] if isinstance(out, Tensor) else out
     if outputs[0].numel() > VALUES_LIMIT or func._schema.is_mutable or func.namespace != "aten":
         return
@@ -125,7 +126,7 @@ def _follow_value(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor | 
 
 
 def _follow_change(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Change the values of known tensors as the in-place `func` does; forget them where it takes unknown ones."""
+    """Change the values of known tensors as the in-place `func` does; forget them if one of its inputs is unknown."""
     written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     changed = [tensor for tensor in written if isinstance(tensor, Tensor) and known(tensor) is not None]
     for tensor in changed:
@@ -138,9 +139,9 @@ def _follow_change(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return what operator `func` returns where the values that size it are known, else NotImplemented.
+    """Return the outputs of operator `func` if the values that decide their sizes are known, else NotImplemented.
 
-    `run` runs an operator as the engine does, so that what it makes takes memory.
+    `run` runs an operator as the engine does, so that its outputs use memory.
     """
     if func is aten.masked_select.default:
         x, mask = args
@@ -167,7 +168,7 @@ def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict
 
 
 def _packed(run: Callable[..., Any], x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
-    """native/PackedSequence.cpp, _pack_padded_sequence: a copy for each number of sequences that go on, and one of all.
+    """native/PackedSequence.cpp, _pack_padded_sequence: a copy per run of steps with equal batch size, and one of all.
 
     Lengths and batch sizes are on the host, where tensors are real.
     """
@@ -208,7 +209,7 @@ def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _for_real(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """Return what `func` gives of the values of its `tensors`, NotImplemented where one of them is not known."""
+    """Return the result of `func` on the values of its `tensors`, NotImplemented if one of them is unknown."""
     if any(known(tensor) is None for tensor in tensors):
         return NotImplemented
     args, kwargs = tree_map_only(Tensor, known, (args, {**kwargs}))

@@ -1,9 +1,9 @@
-"""What code makes of a whole number that it reads from the card: a value, for which a placeholder will do, or a size.
+"""How code uses an integer that it reads from the GPU: as a value, for which a placeholder is enough, or as a size.
 
-`int(x)` gives Python a plain number, of which nobody can tell later where it came from. So the source says: the
-expression that reads the number is followed to where it ends, and by name through the function around it. What is
-shown, stored, compared or looked up is a value; what comes to a slice, a call that is not known or the function's
-caller may be a size.
+`int(x)` returns a plain number, whose origin cannot be seen later. So the source code decides: the number is followed
+from the expression that reads it outwards and, by variable name, through the function around it. A number that is
+shown, stored, compared or looked up is a value. One that reaches a slice, an unknown call or the function's caller may
+be a size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
-# Calls that keep or show what they are given, and those that give it on.
+# Calls that store or show their arguments, and calls that pass them on.
 KEEPS = frozenset((
     "add", "add_scalar", "append", "array", "as_tensor", "bool", "chr", "convert_ids_to_tokens", "critical", "debug",
     "decode", "dumps", "error", "exception", "format", "get", "hash", "id_to_token", "info", "isfinite", "isinf",
@@ -32,7 +32,7 @@ SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 
 
 def is_only_a_value(frame: FrameType) -> bool:
-    """Return whether the number that the running instruction of `frame` reads is, as far as can be seen, no size."""
+    """Return whether the source shows that the number read by the running instruction of `frame` is not a size."""
     expression = _node(frame)
     if expression is None:
         return False
@@ -48,13 +48,13 @@ def is_only_a_value(frame: FrameType) -> bool:
 
 def is_only_checked(frame: FrameType) -> bool:
     """Return whether the tensor that the running call of `frame` returns is only counted, or compared to decide a
-    branch: as torchmetrics does to see whether labels are classes."""
+    branch, as torchmetrics does to see whether labels are classes."""
     expression = _node(frame)
     return expression is not None and isinstance(expression[0], ast.Call) and expression[1].ends_as_check(expression[0])
 
 
 def asserted(frame: FrameType) -> bool | None:
-    """Return what an assertion wants of the truth that `frame` asks for: assertions hold. None where there is none."""
+    """Return the truth value with which the assertion that `frame` runs holds; None if it runs no assertion."""
     code = [instruction for instruction in dis.get_instructions(frame.f_code) if instruction.opname != "TO_BOOL"]
     here = max(place for place, each in enumerate(code) if each.offset <= frame.f_lasti)
     for place, jump in enumerate(code[here : here + 2], here):
@@ -66,18 +66,18 @@ def asserted(frame: FrameType) -> bool | None:
 
 
 def decides_loop(frame: FrameType) -> bool:
-    """Return whether a `while` goes on by the running expression."""
+    """Return whether the running expression belongs to the condition of a `while` loop."""
     expression = _node(frame)
     if expression is None:
         return False
     node, source = expression
-    while isinstance(node, ast.expr):  # a jump back has the place of the whole statement
+    while isinstance(node, ast.expr):  # a jump back has the position of the whole statement
         node = source.around[node]
     return isinstance(node, ast.While)
 
 
 class _Source:
-    """A file's nodes, each with the one around it."""
+    """The syntax nodes of a file, each with its parent."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -88,7 +88,7 @@ class _Source:
         }
 
     def ends_as_value(self, node: ast.AST, seen: set[tuple[ast.AST, str]]) -> bool:
-        """Follow what `node` gives outwards; `seen`: the names that are being followed."""
+        """Whether the result of `node`, followed outwards, is used only as a value; `seen`: names already followed."""
         outer = self.around[node]
         if isinstance(outer, (ast.FormattedValue, ast.Compare, ast.Assert, ast.Expr, ast.Dict)):
             return True
@@ -119,7 +119,7 @@ class _Source:
         )
 
     def ends_as_check(self, node: ast.AST) -> bool:
-        """Follow a tensor: to its length, its number of elements, or the truth of a comparison."""
+        """Whether only a tensor's length, its number of elements, or the truth of a comparison is used, as a value."""
         outer = self.around[node]
         if isinstance(outer, ast.Attribute):
             return outer.attr in ("numel", "any", "all") and self.ends_as_value(self.around[outer], set())
@@ -149,8 +149,8 @@ class _Source:
 
 
 def _node(frame: FrameType) -> tuple[ast.AST, _Source] | None:
-    """Return the expression, or the `while`, that runs in `frame`; None where Python before 3.11 does not say, or no
-    source is there."""
+    """Return the expression or the `while` that runs in `frame`; None before Python 3.11, which has no positions, or
+    without source code."""
     code = frame.f_code
     positions: Any = getattr(code, "co_positions", None)
     source = _source(code.co_filename) if positions else None
