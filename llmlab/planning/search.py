@@ -1,10 +1,10 @@
 """Branch and bound, the most promising first: a search that yields the best candidates first and computes no more.
 
 One queue holds everything, sorted by a lower bound on the value that the goal minimizes. The bound of machines is the
-forward pass at the data sheet's peak, that of a shape its computation alone, that of a candidate the terms known so far.
-The search removes the entry with the lowest bound: machines become shapes, shapes become candidates, and a candidate is
-estimated and queued again under its value. A candidate that is removed with its value is therefore the best of all that
-are left, and the entries behind it need no further computation.
+forward pass at the data sheet's peak, that of a shape is its computation alone, and that of a candidate is the sum of
+the terms known so far. The search removes the entry with the lowest bound: machines become shapes, shapes become
+candidates, and a candidate is estimated and queued again under its value. A candidate that is removed with its value is
+therefore the best of all that are left, and the entries behind it need no further computation.
 
 Configurations that cannot fit are cut before any time is computed: those whose states alone exceed the GPU, and
 micro-batches larger than one that did not fit. If the memory of a compiled step cannot be counted, it counts as an

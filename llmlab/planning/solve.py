@@ -120,7 +120,7 @@ def _shown(value: int | str) -> str:
 
 
 def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: bool = True) -> Solution:
-    """Return the solution of `lab.solve`, without its notes about an ambiguous GPU name."""
+    """Return the solution of `lab.solve`, without the notes that `lab.solve` adds."""
     values, at = _candidates(spec, run, card, name)
 
     @cache

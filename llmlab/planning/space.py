@@ -24,7 +24,7 @@ from .machines import Machines
 OF_PROGRAM = ("precision", "checkpointing", "attention", "lora", "quantization", "compile", "kernels", "fp8", "stack",
               "sequence_parallel")  # fmt: skip
 DEGREES = ("dp", "tp", "pp", "cp")
-SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate", "sync_each_batch", "reduce_dtype")  # and fields that depend on one
+SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate", "sync_each_batch", "reduce_dtype")  # last two: of zero
 METHODS = ("full", "lora", "qlora")
 GOALS = ("fastest", "cheapest", "smallest")
 # These fields are varied only if `allow` lists them, because they change the trained model or need a package.
@@ -158,7 +158,7 @@ def _micro_batches(q: Question, batch: int, dp: int) -> Iterator[tuple[int, int]
 
 
 def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, Any]]:
-    """Yield the stack and, for a pipeline whose virtual stages are an option of the stack, the interleaved schedules."""
+    """Yield the stack and, for a pipeline with virtual stages as an option of the stack, the interleaved schedules."""
     if not q.stack.own_program:
         yield {}
         return
