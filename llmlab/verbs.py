@@ -258,11 +258,12 @@ def plan(
     """Return the best runs that train `model` on `gpus`, the best first: found by estimates, confirmed by simulations.
 
     `gpus`: "T4", "8xH100-80GB", "2x8xA100-80GB" (nodes, GPUs per node). `global_batch`: sequences per update, over all
-    ranks and micro-batches; every run has it. `method`: "full", "lora" or "qlora". A plan varies mixed precision,
-    micro-batch and accumulation, checkpointing, compile, ZeRO and its replicas (HSDP), offload, tensor, pipeline,
-    context and expert parallelism, and the pipeline's schedule if `stack` has several. `allow` lists further fields
-    that it may vary. "optimizer" (8-bit AdamW, Adafactor, Lion, Muon), "precision" (everything in bf16), "fp8", "lora"
-    and "seq_len" (shorter sequences, more of them per update) change the trained model, and "kernels" needs Liger.
+    ranks and micro-batches, which is the same for every run. `method`: "full", "lora" or "qlora". A plan varies mixed
+    precision, micro-batch and accumulation, checkpointing, compile, ZeRO and its replicas (HSDP), offload, tensor,
+    pipeline, context and expert parallelism, and the pipeline's schedule if `stack` has several. `allow` lists further
+    fields that it may vary. "optimizer" (8-bit AdamW, Adafactor, Lion, Muon), "precision" (everything in bf16), "fp8",
+    "lora" and "seq_len" (shorter sequences, with as many tokens per update) change the trained model, and "kernels"
+    needs Liger.
     `fixed`: fields of Training with their fixed values, such as {"seq_len": 4096}.
 
     `goal`: "fastest", "smallest" (in memory), or "cheapest". The cheapest run has the lowest rent per update on any GPU
