@@ -90,9 +90,9 @@ def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
     It has a term for each kind of tensor that is alive at the peak: the module and the operator that allocate it, the
     number of tensors, and the bytes of each as a product of sizes. The formula is derived from the code of
     transformers, which takes seconds for a new model, and is stored in the user's cache.
-    Raises NotAvailable without torch and transformers, for another stack's run, for offload, pp > 1, zero=1 and fp8,
-    and for a step that has no formula because it runs different operators at different sizes. Raises SpecError for an
-    impossible run and UnknownName for an unknown model or GPU.
+    Raises NotAvailable without torch and transformers, for another stack's run, for compile, offload, pp > 1, zero=1
+    and fp8, and for a step that has no formula because it runs different operators at different sizes. Raises SpecError
+    for an impossible run and UnknownName for an unknown model or GPU.
     """
     from .simulation.deriving import trace_of
     from .specs.check import check
@@ -213,7 +213,7 @@ def compare(
     and published, each with its provenance. With `measure`, which is only for this machine and excludes `gpu`, the new
     measurement replaces them. `cluster` is that of `estimate`. If the run cannot be simulated or torch is missing, the
     simulation is left out, and the estimate's notes say why. Raises SpecError if both `gpu` and `measure` are given,
-    and as `estimate` does.
+    and errors as `estimate` and `measure` do.
 
     With `stacks`, return predictions of the same run with each of them instead: given fields stay as they are, and
     fields that were not given get the values that each stack sets.

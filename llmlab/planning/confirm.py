@@ -29,7 +29,7 @@ from .levers import derived
 from .result import Candidate, words
 from .search import Found, Search
 
-SHOWN = 10  # candidates of a plan, each simulated where it can be
+SHOWN = 10  # candidates of a plan, each simulated if possible
 SIMULATED = 4 * SHOWN  # simulations after which no further batch starts
 PROCESSES = 4  # at most, and at most one per core; each uses 1 GiB of host memory
 LOOKED_AT = 1_000  # candidates; some are skipped: other micro-batches of a layout, and runs that nothing can decide

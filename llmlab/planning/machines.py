@@ -15,7 +15,7 @@ from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
 
 @dataclass(frozen=True, repr=False)
 class Machines:
-    """GPUs of one kind: `nodes` nodes with `per_node` of them each."""
+    """GPUs of one kind: `nodes` nodes with `per_node` GPUs each."""
 
     card: GPU
     nodes: int

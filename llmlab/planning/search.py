@@ -36,7 +36,7 @@ from .files.write import program
 from .machines import Machines
 from .space import DEGREES, OF_PROGRAM, SHARED, Question, divisors, lengths, shapes, shares
 
-SIZES = ("micro_batch", "accumulation")  # fields that share one limit of the micro-batch
+SIZES = ("micro_batch", "accumulation")  # runs that differ only in these share the limit of the micro-batch
 # The fields that the bytes of weights and optimizer states depend on.
 OF_STATES = ("precision", "lora", "quantization", "optimizer", "zero", "tp", "pp", "cp", "dp", "ep", "dp_replicate",
              "offload")  # fmt: skip

@@ -224,7 +224,7 @@ def _candidates(
 
 
 def _can_be(spec: ModelSpec, run: Run, card: GPU) -> bool:
-    """Whether the run is possible on `card`; raises SpecError if it is possible on none."""
+    """Whether the run is possible on the GPU. Raises SpecError if it is possible on no GPU."""
     check(spec, run)
     try:
         check(spec, run, card)

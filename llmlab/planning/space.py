@@ -24,7 +24,8 @@ from .machines import Machines
 OF_PROGRAM = ("precision", "checkpointing", "attention", "lora", "quantization", "compile", "kernels", "fp8", "stack",
               "sequence_parallel")  # fmt: skip
 DEGREES = ("dp", "tp", "pp", "cp")
-SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate", "sync_each_batch", "reduce_dtype")  # last two: of zero
+# The fields of shares, and two that depend on the ZeRO stage.
+SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate", "sync_each_batch", "reduce_dtype")
 METHODS = ("full", "lora", "qlora")
 GOALS = ("fastest", "cheapest", "smallest")
 # These fields are varied only if `allow` lists them, because they change the trained model or need a package.
@@ -170,7 +171,7 @@ def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, An
 
 def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
     """Yield the fields of each share of `dp` data-parallel ranks; the optimizer only if it is fixed or varied.
-    torchtitan sets the ZeRO stage by itself, because with context parallelism it shards even with dp=1."""
+    The ZeRO stage is left to torchtitan, which with context parallelism shards even if dp=1."""
     stage_is_open = not q.stack.chooses_zero or "zero" in q.fixed
     optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else (None,)
     experts = q.spec.experts

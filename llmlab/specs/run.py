@@ -92,9 +92,9 @@ class Training(ChoiceSpec):
     `micro_batch` sequences of `seq_len` tokens go through the model together on each data-parallel rank, and an
     optimizer step accumulates the gradients of `accumulation` micro-batches. `dp`, `tp`, `pp`, `cp`, `ep` are the
     degrees of data, tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel
-    ranks. `schedule` is the order of a pipeline's micro-batches; more than one of `virtual_stages` per rank interleaves
-    it. `dp_replicate` is the number of replicas of the sharded model (HSDP; torchtitan's name): each replica is sharded
-    over `dp_shard` ranks.
+    ranks. `schedule` is the order of a pipeline's micro-batches; it is interleaved if `virtual_stages` (per rank) is
+    more than 1. `dp_replicate` is the number of replicas of the sharded model (HSDP; torchtitan's name): each replica
+    is sharded over `dp_shard` ranks.
     `sync_each_batch` (Accelerate's name): FSDP reduces gradients after each micro-batch. With False, the default of
     Accelerate and the Trainer, it reduces only after the last, and each rank accumulates whole gradients. DDP always
     waits for the last. `reduce_dtype` (FSDP2's name): the dtype in which FSDP reduces gradients in mixed precision,
@@ -105,10 +105,10 @@ class Training(ChoiceSpec):
     `quantization`: bitsandbytes quantizes to "nf4" or "int8" when the model is loaded. "gptq" is a 4-bit checkpoint,
     which AutoGPTQ's layer unpacks with PyTorch operators for each matmul (formulas/gptq.py). `double_quant`: the scales
     of "nf4" are quantized, too (bnb_4bit_use_double_quant).
-    `half_layers`: the frozen weights that have the 16 bits of an autocast-* precision, while adapters have fp32. "all"
-    is a model that was loaded in 16 bits: with the Trainer's bf16=True, or quantized as LLaMA-Factory prepares it.
-    "embeddings" are the embedding and the head of a quantized model. With None, frozen weights have fp32, as after
-    peft's prepare_model_for_kbit_training.
+    `half_layers`: the frozen layers whose weights are in the 16 bits of an autocast-* precision; adapters are in fp32.
+    "all" is a model that was loaded in 16 bits: with the Trainer's bf16=True, or quantized as LLaMA-Factory prepares
+    it. "embeddings" are the embedding and the head of a quantized model. With None, frozen weights are in fp32, as
+    after peft's prepare_model_for_kbit_training.
     `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
     Megatron-LM's parallel_output); False gathers whole logits on each rank, as transformers' tp_plan does.
     `kernels`: "liger" are Liger's kernels, "fused-loss" is the cross entropy of the package flash-attn, which does not
@@ -121,7 +121,8 @@ class Training(ChoiceSpec):
 
     `method` is the training method, as in TRL's trainers (specs/methods.py). A sample of "dpo", "orpo" and "reward" is
     a pair of sequences, both of which are in the batch. `reference` is the source of the reference model's
-    log-probabilities. None means "adapter" with LoRA, else "kept"; "grpo" then has no reference model and no KL term.
+    log-probabilities. None means "adapter" with LoRA and "kept" without; for "grpo", it means no reference model and no
+    KL term.
     `teacher` is the model to "distill" from, by default one of the same sizes. "ppo" and "grpo" count completions in
     `micro_batch`; a completion is the last `completion_len` tokens of a sequence, and `generations` of them share a
     prompt. A vLLM engine on the same GPU generates them with the share `gpu_memory_utilization` of the memory (TRL's
@@ -435,7 +436,7 @@ class Training(ChoiceSpec):
         return self.dp // self.dp_replicate
 
     def differences(self) -> dict[str, Any]:
-        """Return the fields whose value differs from the default, or from what the stack would set."""
+        """Return the fields whose value differs from the default, or from the value that the stack would set."""
         values = self.values()
         own = stack_of(self).sets(values)
         names = {*super().differences(), *(name for name, value in own.items() if value != values[name])}

@@ -44,7 +44,7 @@ Texts = dict[str, tuple[str, str]]  # by file name: its text and its purpose
 
 def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) -> tuple[Texts, dict[str, str]]:
     """Return the text and purpose of each file, and the reason for each file that is left out. Raises SpecError if no
-    file can start the run."""
+    file can start the run, or if it is for another number of GPUs."""
     check(spec, run)
     if run.world_size != nodes * per_node:
         raise SpecError(f"the run is for {run.world_size} GPUs, and {nodes} x {per_node} were given; give as many")

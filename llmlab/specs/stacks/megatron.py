@@ -35,12 +35,12 @@ class Megatron(StackOptions):
     Attention of the latter is unfused, attention="eager", and does not support context parallelism.
     `masked_softmax_fusion`: the softmax of unfused attention is one 16-bit kernel, which for Megatron's own layers is
     Apex's. `apex`: whether Apex is installed, or Transformer Engine for the code outside the layers. Without it,
-    PyTorch computes softmax in fp32 and AdamW's steps.
+    PyTorch computes softmax, in fp32, and runs AdamW.
     `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` overlaps the
     communication of tensor parallelism with the matmuls before and after it (Transformer Engine's userbuffers).
     `overlap_grad_reduce` overlaps the reduction of gradients with the backward pass and, with zero=1,
-    `overlap_param_gather` overlaps the all-gather of parameters with the forward pass, as in NeMo's recipes. By
-    default, Megatron-LM does all of this after the last backward pass.
+    `overlap_param_gather` overlaps the all-gather of parameters with the forward pass, as in NeMo's recipes. Without
+    these arguments, Megatron-LM communicates after the last backward pass.
     `async_tensor_model_parallel_allreduce` all-reduces the gradient of a column-parallel layer's input while that of
     its weight is computed, since 2021-09-02 (no argument turns it off since 2026-01-29). The communication of sequence
     parallelism there always overlaps with matmuls. `gradient_accumulation_fusion` adds a weight's gradient to the
@@ -55,7 +55,7 @@ class Megatron(StackOptions):
     `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: each kernel is launched only when the one before it has finished.
     `cuda_graph_impl` "full_iteration" has all passes of a step in one CUDA graph, so that nothing waits for the host
     (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-scope full_iteration). The
-    memory of the graph's own pool is not counted. It is estimated, not simulated.
+    memory of the graph's own pool is not counted. Such runs are estimated, not simulated.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
     one, which needs more memory than the unfused loss, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
     pre-training set "native". `virtual_pipeline` is the number of model chunks per rank
@@ -67,9 +67,9 @@ class Megatron(StackOptions):
     also means --reuse-grad-buf-for-mxfp8-param-ag. `use_precision_aware_optimizer` stores only the 2 bytes of main
     weights that bf16 weights lack, and uses gradients in the dtype in which they were accumulated; moments stay in
     fp32. `distributed_fused_adam` is NeMo 1's optimizer of that name, from Apex, with its states in the given dtype.
-    With "fp32" it does the same, and with "bf16" it has no main weights. For weights in fp8 it stores whole main
-    weights, and it accumulates the embedding's gradients in fp32 (NeMo 2.0, megatron_base_model.py, setup_optimization;
-    megatron_gpt_model.py, configure_optimizers).
+    With "fp32" it stores the same as the precision-aware one, and with "bf16" it has no main weights. For weights in
+    fp8 it stores whole main weights, and it accumulates the embedding's gradients in fp32 (NeMo 2.0,
+    megatron_base_model.py, setup_optimization; megatron_gpt_model.py, configure_optimizers).
     `defer_embedding_wgrad_compute` computes the gradient of the head's weight after the last micro-batch. Until then,
     the last stage saves the gradients of the logits of `wgrad_deferral_limit` micro-batches (0: of all).
     `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) pads or cuts the tokens of each expert to

@@ -53,7 +53,7 @@ class StackOptions(Spec):
     counts_hooks: ClassVar[bool] = False  # whether the host time of FSDP2's hooks and of DTensor is counted
     timed_pipelines: ClassVar[bool] = False  # whether our rates come from its own pipelines, not from other engines
     pads_vocabulary: ClassVar[bool] = False  # whether rows of logits are padded to multiples of 16 bytes
-    names_cuda: ClassVar[bool] = False  # whether its code, as a user's script, names the device "cuda" itself
+    names_cuda: ClassVar[bool] = False  # whether its code, like a user's script, names the device "cuda" itself
     chooses_zero: ClassVar[bool] = False  # whether it chooses the ZeRO stage, so that a plan does not
 
     # Options of one stack, by its own names, each with the value that holds for all others.
