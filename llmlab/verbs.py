@@ -1,4 +1,4 @@
-"""The verbs: each checks its arguments, then calls the package that answers, which the first call imports."""
+"""The verbs of the package. Each checks its arguments, and then imports and calls the package that does the work."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ __all__ = ["compare", "estimate", "explain", "fix", "measure", "meter", "plan", 
 
 
 def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None) -> Report:
-    """Return what `run` costs on `gpu` by closed formulas: the peak, its parts, each phase's peak, and whether it fits.
+    """Return an estimate of the memory and time of `run` on `gpu` by closed formulas: the peak, its parts, each phase's
+    peak, and whether it fits.
 
-    `gpu` is a card, its name, "cpu" (the CPU's operators: no workspace, dropout masks in full) or None (any card: no
+    `gpu` is a GPU, its name, "cpu" (the CPU's operators: no workspace, unfused dropout masks) or None (any GPU: no
     capacity, no workspace). Sizes are bytes on rank 0, in the first stage of a pipeline; `outcome` and `where` consider
     all stages. `peak_reserved` is None, because a formula does not know the allocator's segments. The verdict leaves a
     margin for them and is "unknown" within it (formulas/verdict.py); `lab.simulate` decides. Time on several devices
-    comes from `llmlab.formulas.time.distributed` with `cluster` (None: the card's usual nodes; a note says which, and
-    the interval reaches to nodes with a quarter of their adapters).
+    comes from `llmlab.formulas.time.distributed` with `cluster`. None means the GPU's usual nodes, which a note names;
+    the interval then also covers nodes with a quarter of their network adapters.
 
-    For a family without written formulas, memory and time of a training step are derived from the code of transformers
-    (as by `explain`). Where that is not possible, as without torch, the estimate is that of a plain transformer of the
-    same sizes, with a wider margin; a note says which.
-    Raises SpecError for an impossible run and UnknownName for an unknown model or card.
+    For a family without written formulas, memory and time of a training step are derived from the code of transformers,
+    as in `explain`. If that is not possible, for example without torch, the estimate is that of a plain transformer of
+    the same sizes, with a wider margin. A note says which of the two it is.
+    Raises SpecError for an impossible run and UnknownName for an unknown model or GPU.
     """
     from .formulas.report import estimated
     from .simulation.deriving import trace_of
@@ -67,14 +68,15 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
 
 
 def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H100-80GB") -> ServingReport:
-    """Return what serving `model` costs: memory as the engine divides it, latency under the load, throughput, price.
+    """Return the cost of serving `model`: memory as the engine divides it, latency under the load, throughput, price.
 
-    `service` says how it is served (`lab.Service`; by default vLLM on one GPU, one request). The steps of the engine
-    are made of kernels that NVIDIA measured on the GPU (hardware/engine_kernels), the load is replayed through a
-    scheduler with continuous batching and chunked prefill. On deployments that others measured, the time per output
-    token is 11 % off at the median, the time to the first token 30 % (benchmarks/results/serving.md). llama.cpp's steps
-    take as long as its bytes, 10 % off at the median of published speeds. Raises SpecError for a service that cannot be
-    and UnknownName for an unknown model or GPU.
+    `service` describes the deployment (`lab.Service`; by default vLLM on one GPU with one request). The time of an
+    engine step is the sum of its kernels, which NVIDIA measured on the GPU (hardware/engine_kernels), and the load is
+    replayed through a scheduler with continuous batching and chunked prefill. On deployments that others measured, the
+    median error is 11 % for the time per output token and 30 % for the time to the first token
+    (benchmarks/results/serving.md). The time of llama.cpp's steps is computed from the bytes that they move; its median
+    error is 10 % of published speeds. Raises SpecError for an impossible service and UnknownName for an unknown model
+    or GPU.
     """
     from .serving.report import served
     from .serving.service import Service
@@ -83,13 +85,14 @@ def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H1
 
 
 def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
-    """Return the formula of the peak of `run` on `gpu`; print it for a table, or call its `latex()`.
+    """Return the formula for the peak memory of `run` on `gpu`; print it for a table, or call its `latex()`.
 
-    It has a term for each kind of tensor that is alive at the peak: the module and the operator that allocate it, how
-    many there are, and the bytes of each as a product of sizes.
-    The formula is derived from the code of transformers, which takes seconds for a new model and is kept in the user's
-    cache. Raises NotAvailable for a run of another stack or of a pipeline, and for a step that has no formula because
-    it runs other operators at other sizes.
+    It has a term for each kind of tensor that is alive at the peak: the module and the operator that allocate it, the
+    number of tensors, and the bytes of each as a product of sizes. The formula is derived from the code of
+    transformers, which takes seconds for a new model, and is stored in the user's cache.
+    Raises NotAvailable without torch and transformers, for another stack's run, for compile, offload, pp > 1, zero=1
+    and fp8, and for a step that has no formula because it runs different operators at different sizes. Raises SpecError
+    for an impossible run and UnknownName for an unknown model or GPU.
     """
     from .simulation.deriving import trace_of
     from .specs.check import check
@@ -111,26 +114,27 @@ def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
 
 
 def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
-    """Return the peaks that `run` of `model` would show on `gpu`, allocated and reserved, phase by phase.
+    """Return the peak allocated and reserved memory of `run` of `model` on `gpu`, phase by phase, from a simulation.
 
-    The real model, loss, backward and optimizer run on fake tensors: no weights are created. `gpu` is a card or its
-    name, or "cpu", where nothing is rounded or reserved and the answer equals that of `lab.measure`, except for the
-    scratch memory of oneDNN's largest bf16 products (simulation/workspaces/onednn.py). As in `lab.measure`, the first
-    step warms up and the second counts. Of a long generation, most steps are replayed (simulation/decode_replay.py).
-    A run on several devices is simulated on rank 0 alone, with PyTorch's own engines: DDP, with
-    ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp. Another stack's own code runs
-    from its installed package; of its pipelines the second and the last stage are simulated too, and `outcome` and
-    `where` consider all three. The report's notes name the engine, and say what of NCCL's memory is not known.
+    The real model, loss, backward pass and optimizer run on fake tensors, so no weights are created. `gpu` is a GPU or
+    its name, or "cpu", where nothing is rounded or reserved and the result equals that of `lab.measure`, except for the
+    scratch memory of oneDNN's largest bf16 matmuls (simulation/workspaces/onednn.py). As in `lab.measure`, the first
+    step warms up and the second counts. In a long generation, most steps are replayed (simulation/decode_replay.py).
+    A run on several devices is simulated only on rank 0, with PyTorch's own engines: DDP, with ZeroRedundancyOptimizer
+    for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp. Another stack's own code runs from its installed
+    package. In its pipelines, the second and the last stage are simulated as well, and `outcome` and `where` consider
+    all three. The report's notes name the engine, and the part of NCCL's memory that is not known.
 
-    The time is that of the kernels that ran, compiled ones by the bytes that Inductor says they move, and of what ranks
-    send, which `lab.estimate` has formulas for. It is None where a kernel's time is not known.
+    The time is that of the kernels that ran and of the communication between ranks. A compiled kernel's time follows
+    from the bytes that Inductor says it moves, and communication has the formulas of `lab.estimate`. The time is None
+    if a kernel's time is not known.
 
-    phases["load"] is the memory in use when loading is done. Too small a card gives the outcome "out of memory", with
-    the phase and the operator in `where`; the step then runs again without the limit, which gives the other sizes and
-    `needed`, the memory that the run needs. Sizes are bytes; `process` adds the CUDA context.
+    phases["load"] is the memory in use when loading has finished. If the GPU is too small, the outcome is "out of
+    memory", with the phase and the operator in `where`; the step then runs again without the limit, which yields the
+    other sizes and `needed`, the memory that the run needs. Sizes are bytes; `process` adds the CUDA context.
 
     Raises NotAvailable for a run that cannot be simulated, SpecError for an impossible run, and UnknownName for an
-    unknown model or card.
+    unknown model or GPU.
     """
     need_packages("simulating", "torch", "transformers")
     from .simulation.report import simulated
@@ -140,17 +144,18 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
 
 
 def measure(model: ModelLike, run: Run, device: str | torch.device | None = None, repeats: int = 5) -> Report:
-    """Run `run` of `model` on `device` and return what it took; None is CUDA's GPU, else Apple's, else the CPU.
+    """Run `run` of `model` on `device` and return its measured memory and time. `device` None means the CUDA GPU, else
+    Apple's GPU, else the CPU.
 
     Weights are random. One step warms up, so that the optimizer's states exist, and one is recorded; then `repeats`
-    steps are timed without any recording, and their median is reported. Bytes come from the device: the caching
-    allocator's statistics on CUDA, every event of the allocator on a CPU (counting only what the run allocates),
-    torch.mps polled on an Apple GPU. "Out of memory" is an outcome, with the phase in `where`; on a CPU a model whose
-    weights exceed the available memory is not started. Afterwards the global random state is as before, and nothing
-    stays allocated.
+    steps are timed without any recording, and their median is reported. Bytes come from the device: from the caching
+    allocator's statistics on CUDA, from every event of the allocator on a CPU (counting only the run's allocations),
+    and from polling torch.mps on an Apple GPU. "Out of memory" is an outcome, with the phase in `where`; on a CPU, a
+    model whose weights exceed the available memory is not started. Afterwards, the global random state is restored, and
+    nothing stays allocated.
 
-    Raises NotAvailable for a run that this machine cannot do, SpecError for an impossible run, and UnknownName for an
-    unknown model.
+    Raises NotAvailable for a run that is impossible on this machine, SpecError for an impossible run, and UnknownName
+    for an unknown model.
     """
     need_packages("measuring", "torch", "transformers", "tokenizers")
     from .measurement.report import measured
@@ -165,27 +170,27 @@ def records(
     source: str | None = None,
     folder: Path | str | None = None,
 ) -> list[Report]:
-    """Return the recorded reports that agree with everything given, newest first; those without a date come last.
+    """Return the recorded reports that match all given arguments, newest first; reports without a date come last.
 
-    `model` and `gpu` may have any of their names ("Tesla T4" is "T4"; a preset's aliases are the preset); `run` is
+    `model` and `gpu` may have any of their names ("Tesla T4" is "T4", and a preset's aliases are the preset); `run` is
     compared field by field. `source` is "measured" or "published"; `folder` replaces the package's and the user's
-    folders of records. A file or record that cannot be read is named in a RecordWarning, and the rest still load. An
-    unknown GPU, or a name that is neither a preset's nor recorded, raises UnknownName; a model without records gives an
-    empty list.
+    folders of records. A RecordWarning names a file or record that cannot be read, and the others still load. Raises
+    UnknownName for an unknown GPU, or for a name of neither a preset nor a recorded model; for a model without records,
+    the list is empty.
     """
     from .archive.lookup import records as found
 
     return found(model, run, gpu, source, folder)
 
 
-_measured = measure  # for compare, whose argument has the verb's name
+_measured = measure  # for compare, which has an argument of this name
 
 
 def meter(device: str | torch.device | None = None) -> AbstractContextManager[CPUMeter | CUDAMeter | MPSMeter]:
-    """Return a context manager that yields the meter of the block's memory on `device` (default: as for `measure`).
+    """Return a context manager that meters the memory of its block on `device` (default: as for `measure`).
 
-    Its attributes, in bytes: `allocated`, `reserved`, `peak_allocated`, `peak_reserved`, and `timeline`; `reset_peak()`
-    starts the peak anew. Raises NotAvailable inside another meter or where `device` is missing.
+    It yields a meter with these attributes, in bytes: `allocated`, `reserved`, `peak_allocated`, `peak_reserved`, and
+    `timeline`; `reset_peak()` resets the peaks. Raises NotAvailable inside another meter, or if `device` is missing.
     """
     need_packages("measuring", "torch")
     from .measurement.meters import metered
@@ -202,15 +207,16 @@ def compare(
     cluster: Cluster | None = None,
     stacks: Sequence[StackOptions | str] = (),
 ) -> Comparison:
-    """Return estimate, simulation and records of one run, side by side; with `measure` it runs, here and now.
+    """Return the estimate, the simulation and the records of one run, side by side; with `measure`, also run it now.
 
-    `gpu` is a card or its name; None is this machine's. Beside the predictions stand the newest records of exactly this
-    run on that card, ours and published, each with its provenance; with `measure`, which is for this machine only and
-    takes no `gpu`, the new measurement instead. `cluster` is that of `estimate`. What cannot be simulated (or where
-    torch is missing) is left out, and the estimate's notes say why. Raises SpecError for both `gpu` and `measure`.
+    `gpu` is a GPU or its name; None is this machine's. The records are the newest of exactly this run on that GPU, ours
+    and published, each with its provenance. With `measure`, which is only for this machine and excludes `gpu`, the new
+    measurement replaces them. `cluster` is that of `estimate`. If the run cannot be simulated or torch is missing, the
+    simulation is left out, and the estimate's notes say why. Raises SpecError if both `gpu` and `measure` are given,
+    and errors as `estimate` and `measure` do.
 
-    With `stacks` there are predictions of the same run under each of them instead: its fields stay as they are, and
-    those that nobody gave become what each stack sets.
+    With `stacks`, return predictions of the same run with each of them instead: given fields stay as they are, and
+    fields that were not given get the values that each stack sets.
     """
     if stacks:
         if measure or isinstance(run, Inference):
@@ -230,7 +236,7 @@ def compare(
 def _across(
     model: ModelLike, run: Training, card: GPU | str, cluster: Cluster | None, stacks: Sequence[StackOptions | str]
 ) -> Comparison:
-    """Return the predictions of `run` under each of `stacks`."""
+    """Return the predictions of `run` with each of `stacks`."""
     runs = [replace(run, stack=stack) for stack in stacks]
     return Comparison(tuple(report for each in runs for report in _predicted(model, each, card, cluster)))
 
@@ -249,28 +255,31 @@ def plan(
     stack: StackOptions | str = "transformers",
     executor: Executor | None = None,
 ) -> Plan:
-    """Return the runs that train `model` on `gpus`, the best first: searched by estimate, confirmed by simulation.
+    """Return the best runs that train `model` on `gpus`, the best first: found by estimates, confirmed by simulations.
 
     `gpus`: "T4", "8xH100-80GB", "2x8xA100-80GB" (nodes, GPUs per node). `global_batch`: sequences per update, over all
-    ranks and accumulated ones, which stays as it is. `method`: "full", "lora" or "qlora". Varied are mixed precision,
-    micro-batch and accumulation, checkpointing, compile, ZeRO and its copies (HSDP), offload, tensor, pipeline, context
-    and expert parallelism, and the pipeline's schedule where `stack` has several. `allow` lists what may be varied
-    besides: "optimizer" (8-bit AdamW, Adafactor, Lion, Muon), "precision" (all in bf16), "fp8", "lora" and "seq_len"
-    (shorter ones, as many tokens) change the model that comes out, "kernels" needs Liger. `fixed`: fields of Training
-    that are as given, {"seq_len": 4096}.
+    ranks and micro-batches, which is the same for every run. `method`: "full", "lora" or "qlora". A plan varies mixed
+    precision, micro-batch and accumulation, checkpointing, compile, ZeRO and its replicas (HSDP), offload, tensor,
+    pipeline, context and expert parallelism, and the pipeline's schedule if `stack` has several. `allow` lists further
+    fields that it may vary. "optimizer" (8-bit AdamW, Adafactor, Lion, Muon), "precision" (everything in bf16), "fp8",
+    "lora" and "seq_len" (shorter sequences, with as many tokens per update) change the trained model, and "kernels"
+    needs Liger.
+    `fixed`: fields of Training with their fixed values, such as {"seq_len": 4096}.
 
-    `goal`: "fastest", "smallest" (in memory), or "cheapest": of every card with a price, in each number up to that of
-    `gpus`, by the rent of an update. `tokens`: how many are to be trained on, and `within` how many days they may take.
+    `goal`: "fastest", "smallest" (in memory), or "cheapest". The cheapest run has the lowest rent per update on any GPU
+    with a price, in any number up to that of `gpus`. `tokens`: the number of tokens to train on; `within`: the days
+    that this may take.
 
-    With "transformers", `stack`'s default, a run is offered only where one of the files that `write` makes starts it:
-    the training script, torchtitan's job config, or Megatron-LM's arguments. Another stack brings its own program.
+    With "transformers", the default of `stack`, a plan has only runs that one of the files of `write` can start: the
+    training script, torchtitan's job config, or Megatron-LM's arguments. Another stack has its own program.
 
-    Simulations run in `executor`, by default in processes here, one for each core and four at most; a run that its
-    simulation refutes is replaced by the next, and one counts as fitting with 4 % of the card left free. What cannot be
-    simulated is shown where its estimate is sure to fit, and says so. Ctrl-C returns the best so far. Nothing fits: the
-    plan is empty, and `nearest` says what would, with its price.
+    Simulations run in `executor`, by default in processes on this machine, one per core and at most four. A run whose
+    simulation runs out of memory is replaced by the next; a run fits if it leaves 4 % of the GPU free. A run that
+    cannot be simulated is listed if its estimate is sure to fit, with the reason. Ctrl-C returns the best runs so far.
+    If nothing fits, the plan is empty, and its `nearest` lists the nearest runs that would fit, with their prices.
 
-    Raises SpecError for what contradicts itself, UnknownName for a model or a card, NotAvailable without torch.
+    Raises SpecError for invalid or contradicting arguments, UnknownName for an unknown model or GPU, and NotAvailable
+    without torch and transformers.
     """
     need_packages("planning", "torch", "transformers")
     from .planning.plan import plan as planned
@@ -279,12 +288,13 @@ def plan(
 
 
 def write(model: ModelLike, run: Training, gpus: str, folder: str | os.PathLike[str], force: bool = False) -> Written:
-    """Write the files that train `model` as `run` says on `gpus` ("8xH100-80GB") into `folder`, all or none.
+    """Write the files that train `model` with `run` on `gpus` ("8xH100-80GB") into `folder`, all of them or none.
 
     They are train.py, ds_config.json, accelerate.yaml, torchtitan.toml, megatron_args.txt, axolotl.yaml,
-    llama_factory.yaml, launch.sh, job.sbatch, sky.yaml; what cannot say the run is left out, and the answer says why.
-    The learning rate is yours. Raises SpecError where a file is there already and not `force`, where nothing here runs
-    it, and where the run is for another number of GPUs.
+    llama_factory.yaml, launch.sh, job.sbatch, sky.yaml, and model/config.json if the model is no preset. A file that
+    cannot express the run is left out, and the result says why. The learning rate is set when the run starts. Raises
+    SpecError if a file exists already and `force` is False, if no file can start the run, or if the run is for another
+    number of GPUs, and UnknownName for an unknown model or GPU.
     """
     from .planning.files.write import write_files
     from .planning.machines import machines
@@ -305,13 +315,15 @@ def fix(
     *,
     against: str | Path | None = None,
 ) -> Fix | OutOfMemory | DriverError | SnapshotReport:
-    """Return what would make `run` of `model` smaller on `gpu`: each change, the bytes it saves and the time it costs.
+    """Return the changes that reduce the memory of `run` of `model` on `gpu`: each with the bytes per GPU that it saves
+    and the time that it costs.
 
-    Given torch's out-of-memory message alone, return its numbers one by one, and whether expandable_segments would
-    have helped. All by formulas, which are derived first where `estimate` does so: that takes seconds for each change.
-    Given the path of a snapshot that torch.cuda.memory._dump_snapshot wrote, return its peak by part and by place, its
-    holes and what grew between steps, compared with a second one if there is `against`. No code in it is run.
-    Raises SpecError for a text that is no such message and a file that is no snapshot, and as `estimate` does.
+    Everything is computed by formulas. If `estimate` has to derive them first, that takes seconds for each change.
+    Given only torch's out-of-memory message, return its numbers one by one, and whether expandable_segments would have
+    prevented the error. Given only the path of a snapshot that torch.cuda.memory._dump_snapshot wrote, return its peak
+    by part and by place, its holes and its growth between steps, compared with the snapshot `against` if that is given.
+    No code in the file is run.
+    Raises SpecError for any other text, for a file that is no snapshot, and as `estimate` does.
     """
     from .planning.levers import derived
     from .planning.levers import fix as fixed
@@ -336,13 +348,14 @@ def fix(
 def solve(
     model: ModelLike, run: Run, gpu: GPU | str | None = None, name: str = "seq_len", *, simulate: bool = True
 ) -> Solution:
-    """Return the largest `name` with which `run` of `model` fits `gpu`, or the smallest GPU of NVIDIA on which it fits.
+    """Return the largest value of `name` with which `run` of `model` fits `gpu`, or the smallest NVIDIA GPU on which it
+    fits.
 
     `name` is "seq_len", "micro_batch" or "lora_rank" of a Training, "seq_len" (prompt and new tokens) or "batch" of an
-    Inference, or "gpu", without `gpu`. Sequences are multiples of 128 tokens. Estimates bracket the answer, and
-    simulations that leave 4 % of the GPU free find it to a 32nd; without `simulate`, or without torch, it is the last
-    value that is sure to fit by its estimate. The solution's `value` is None if nothing fits, and its notes then say
-    what would. Raises SpecError for a `name` that the run does not have, and as `estimate` does.
+    Inference, or "gpu", without `gpu`. Sequence lengths are multiples of 128 tokens. Estimates bracket the answer, and
+    simulations that leave 4 % of the GPU free find it in steps of 1/32. Without `simulate`, or without torch, it is the
+    largest value that is sure to fit by its estimate. The solution's `value` is None if nothing fits, and its notes
+    then say what would. Raises SpecError for a `name` that the run does not have, and as `estimate` does.
     """
     from .planning.solve import solved
 
@@ -352,14 +365,14 @@ def solve(
 
 
 def _assuming(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
-    """Return `report` with the notes of `_assumptions` behind its first."""
+    """Return `report` with the notes of `_assumptions` after its first note."""
     assumed = _assumptions(spec, run, gpu)
     return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
 
 
 def _assumptions(spec: ModelSpec, run: Run, gpu: GPU | str | None) -> tuple[Note, ...]:
-    """Return notes on the memory of a GPU whose name leaves that open, on a step with more tokens than the model's
-    config has positions, and on frozen weights that autocast leaves in fp32."""
+    """Return notes on a GPU whose name does not determine its memory, on a run with more tokens than the model's config
+    has positions, and on frozen weights that autocast leaves in fp32."""
     assumed = assumed_memory(gpu)
     if run.seq_len > spec.max_positions:
         limit = f"The config of {spec.name} has {spec.max_positions:,} positions, and the run has {run.seq_len:,}"
@@ -374,7 +387,7 @@ def _assumptions(spec: ModelSpec, run: Run, gpu: GPU | str | None) -> tuple[Note
 
 
 def _with_generation(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
-    """Return `report` with the phase in which an engine generates, of methods that train on their own completions."""
+    """Return `report` with the phase in which an engine generates, if the method trains on its own completions."""
     if not isinstance(run, Training) or not run.objective.generates or gpu is None or gpu == "cpu":
         return report
     from .serving.rollout import with_generation
@@ -383,7 +396,7 @@ def _with_generation(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str |
 
 
 def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:
-    """Return the estimate and the simulation; where there is no simulation, the estimate with a note that says why."""
+    """Return the estimate and the simulation; without a simulation, the estimate with a note that says why."""
     formulas = estimate(model, run, card, cluster)
     try:
         return formulas, simulate(model, run, card)

@@ -1,1 +1,1 @@
-"""The settings of the engines that run a Training: DeepSpeed, Accelerate, FSDP2."""
+"""Settings of the engines and trainers that run a Training: written from its fields, and read back as its fields."""

@@ -1,8 +1,8 @@
 """A Training as the settings of the engines that run it: DeepSpeed, Accelerate, and FSDP2.
 
-A field that an engine cannot follow is refused, not left out. The script decides what no field of a Training names:
-learning rate, clipping and data. It also makes the model with its adapters, attention and kernels, and the optimizer,
-and sets checkpointing, which only FSDP under Accelerate reads from a config.
+A field that an engine does not support raises SpecError, instead of being left out. The script sets everything for
+which a Training has no field: learning rate, clipping and data. It also creates the model with its adapters, attention
+and kernels, and the optimizer, and sets checkpointing, which only FSDP under Accelerate reads from a config.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Settings(Protocol):
 
 
 DEEPSPEED_COMMON: dict[str, Any] = {
-    "gradient_clipping": 0.0,  # the default is 1.0: gradients would be clipped unasked
+    "gradient_clipping": 0.0,  # the default is 1.0, which would clip gradients
     "zero_allow_untested_optimizer": True,  # torch's own optimizers
-    "zero_force_ds_cpu_optimizer": False,  # likewise, where states are on the CPU
+    "zero_force_ds_cpu_optimizer": False,  # likewise, if states are on the CPU
 }
 # DeepSpeed's sections of each precision (deepspeed/runtime/precision_config.py, torch_autocast.py).
 DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {
@@ -59,13 +59,14 @@ DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {
 
 
 def check_stack(run: Any, why: str, *names: str) -> None:
-    """Raise SpecError, with `why`, unless transformers trains, or a stack with one of these `names`."""
+    """Raise SpecError, with `why`, unless the stack is transformers or one of these `names`."""
     if (name := getattr(run.stack, "name", run.stack)) not in ("transformers", *names):
         raise SpecError(f"stack={name!r}{why}")
 
 
 def deepspeed_config(run: Settings) -> dict[str, Any]:
-    """Return the config that `deepspeed.initialize` takes; raises SpecError for what DeepSpeed's ZeRO cannot do."""
+    """Return the config for `deepspeed.initialize`. Raises SpecError for a run that DeepSpeed's ZeRO does not
+    support."""
     check_stack(run, " is not deepspeed", "deepspeed")
     _data_parallel_alone("DeepSpeed", run)
     _one_copy("DeepSpeed", run)
@@ -98,18 +99,19 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
 
 
 def accelerate_config(run: Settings) -> dict[str, Any]:
-    """Return the config that `accelerate launch --config_file` reads, as YAML or JSON, for one machine.
+    """Return the config for `accelerate launch --config_file`, to be written as YAML or JSON, for one machine.
 
-    zero=0 is DDP, zero=3 FSDP2, zero=1 and 2 DeepSpeed. Raises SpecError for what these cannot do. The script has to
-    make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation). With
-    that FSDP2 sums whole gradients (sync_each_batch=False), and no key says otherwise: the script has to, by
+    zero=0 is DDP, zero=3 FSDP2, zero=1 and 2 DeepSpeed. Raises SpecError for a run that these do not support. The
+    script has to create its data loader with `micro_batch` sequences, and
+    Accelerator(gradient_accumulation_steps=accumulation). FSDP2 then accumulates whole gradients
+    (sync_each_batch=False). No key of the config changes this, but the script can, with
     gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_each_batch=True).
-    Accelerate's FSDP2 reduces gradients in half precision too, whatever `reduce_dtype` is.
+    Accelerate's FSDP2 reduces gradients in 16 bits in mixed precision, whatever `reduce_dtype` is.
     """
     check_stack(run, ": its options are not among Accelerate's settings")
     _data_parallel_alone("Accelerate", run)
     _one_copy("Accelerate", run)
-    # DDP runs under autocast. DeepSpeed, and FSDP2's policy, keep fp32 copies or shards and compute in half precision.
+    # DDP runs under autocast. DeepSpeed and FSDP2's policy have fp32 copies or shards, and compute in 16 bits.
     half = "mixed" if run.zero else "autocast"
     own = {"fp32": "no", f"{half}-fp16": "fp16", f"{half}-bf16": "bf16"}
     if run.precision not in own:
@@ -156,11 +158,11 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
 
 
 def fsdp_arguments(run: Settings) -> dict[str, Any]:
-    """Return the keyword arguments of torch's `fully_shard`: call it for each block, then for the model.
+    """Return the keyword arguments of torch's `fully_shard`; call it for each block, then for the model.
 
-    zero=3 frees a block's parameters after its forward; zero=2 keeps them until its backward is done. With dp_replicate
-    give it the mesh too: mesh["dp_replicate", "dp_shard"]. Raises SpecError for other stages, and for precisions that
-    FSDP2 does not have.
+    zero=3 frees a block's gathered parameters after its forward pass; zero=2 keeps them until its backward pass ends.
+    With dp_replicate, also pass the mesh: mesh["dp_replicate", "dp_shard"]. Raises SpecError for other stages, and for
+    precisions that FSDP2 does not support.
     """
     from torch import bfloat16, float16, float32
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

@@ -1,9 +1,9 @@
-"""Settings of DeepSpeed and Accelerate as fields of a Training: the way back of `configs`.
+"""Settings of DeepSpeed and Accelerate as fields of a Training: the inverse of `configs`.
 
-A key that is not the engine's is refused by name, and so is one that a Training has no field for. What changes neither
-memory nor work per step (the schedule of the learning rate, logging) is passed over, and so are the sizes of buckets,
-unless `given` has stack="deepspeed", whose options they are.
-`given` are fields that the settings leave open; where both speak they have to agree.
+A key that the engine does not have, or that has no field in a Training, raises a SpecError that names it. Settings that
+change neither memory nor work per step (the learning-rate schedule, logging) are ignored, and so are the sizes of
+buckets, unless `given` has stack="deepspeed", which has them as options.
+`given` are fields that the settings leave open; a field that both set must have the same value.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def _keys(names: str) -> set[str]:
     return set(names.split())
 
 
-# Keys that are passed over: deepspeed/runtime/constants.py and runtime/zero/config.py of DeepSpeed 0.19.8.
+# Keys that are ignored: deepspeed/runtime/constants.py and runtime/zero/config.py of DeepSpeed 0.19.8.
 DEEPSPEED_PASSED = _keys(
     "scheduler gradient_clipping steps_per_print wall_clock_breakdown dump_state memory_breakdown prescale_gradients "
     "gradient_predivide_factor communication_data_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
     "flops_profiler comms_logger tensorboard wandb csv_monitor checkpoint"
 )
-DEEPSPEED_OPTIONAL = _keys("amp activation_checkpointing autotuning")  # passed over where they are off
+DEEPSPEED_OPTIONAL = _keys("amp activation_checkpointing autotuning")  # ignored if they are off
 DEEPSPEED_READ = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
                   "zero_optimization", "fp16", "bf16", "torch_autocast"}  # fmt: skip
 ZERO_PASSED = _keys(
@@ -41,7 +41,7 @@ ZERO_OPTIONS = _keys(
     "contiguous_gradients overlap_comm reduce_bucket_size sub_group_size stage3_prefetch_bucket_size "
     "stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold"
 )
-# DeepSpeed takes both names of what stage 3 has.
+# DeepSpeed accepts the settings of stage 3 with and without the prefix.
 ZERO_NAMES = {name.removeprefix("stage3_"): name for name in ZERO_PASSED if name.startswith("stage3_")}
 DEEPSPEED_HALF = ("mixed-bf16", "mixed-fp16")
 ZERO_READ = {"stage", "offload_optimizer", "offload_param"}
@@ -63,13 +63,14 @@ FSDP_PASSED = _keys(
 )
 FSDP_READ = {"fsdp_version", "fsdp_reshard_after_forward", "fsdp_sharding_strategy", "fsdp_offload_params",
              "fsdp_activation_checkpointing"}  # fmt: skip
-FSDP_STAGES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0}  # FSDP1's word and number
+FSDP_STAGES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0}  # FSDP1's name and number
 
 
 def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Training that DeepSpeed's config (a dict, JSON text or a file) and `given` say.
+    """Return the fields of a Training from DeepSpeed's config (a dict, JSON text or a file) and from `given`.
 
-    Raises SpecError for an unknown key, a key of another engine, "auto" that `given` does not resolve, and a conflict.
+    Raises SpecError for an unknown key, a key of another engine, an "auto" that `given` does not resolve, and a
+    conflict.
     """
     config = read_mapping("DeepSpeed", settings, json.loads)
     also = {"data_types"} if given.get("stack") == "deepspeed" else set()
@@ -98,12 +99,12 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a section says that it is not used, or sets nothing."""
+    """Whether a section is disabled, or sets nothing."""
     return isinstance(value, Mapping) and (value.get("enabled") is False or not any(value.values()))
 
 
 def _deepspeed_options(config: Mapping[str, Any], zero: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Return the options of stack="deepspeed" by name."""
+    """Return the options of stack="deepspeed" by name. Raises SpecError for a precision that it does not support."""
     if precision not in DEEPSPEED_HALF:
         told = f"precision={precision!r} with stack='deepspeed': it is described for {', '.join(DEEPSPEED_HALF)}"
         raise SpecError(f"{told}; give stack='transformers', or enable bf16")
@@ -116,9 +117,9 @@ def _deepspeed_options(config: Mapping[str, Any], zero: Mapping[str, Any], preci
 
 
 def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Training that Accelerate's config (a dict, YAML text or a file) and `given` say.
+    """Return the fields of a Training from Accelerate's config (a dict, YAML text or a file) and from `given`.
 
-    Raises SpecError as `deepspeed_fields`, and NotAvailable where text is given and PyYAML is missing.
+    Raises SpecError as `deepspeed_fields` does, and NotAvailable if text has to be read and PyYAML is missing.
     """
     config = read_mapping("Accelerate", settings, _yaml)
     check_keys("Accelerate", config, ACCELERATE_READ | ACCELERATE_PASSED)
@@ -146,10 +147,11 @@ def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str,
 
 
 def until_last(fields: dict[str, Any], sync_each_batch: bool = False) -> dict[str, Any]:
-    """Return `fields` of a run of Accelerate's FSDP, which reduces gradients after the last of several micro-batches
-    unless it is told otherwise (accelerate/accelerator.py, accumulate and no_sync; transformers/trainer.py)."""
+    """Return `fields` with the defaults of Accelerate's FSDP: it reduces gradients only after the last of several
+    micro-batches (accelerate/accelerator.py, accumulate and no_sync; transformers/trainer.py), unless
+    `sync_each_batch`, and in mixed precision in 16 bits."""
     waits = fields["zero"] >= 2 and fields.get("accumulation", 1) > 1
-    # Its plugin's set_mixed_precision gives the policy one dtype (accelerate/utils/dataclasses.py).
+    # Its plugin's set_mixed_precision uses one dtype for the whole policy (accelerate/utils/dataclasses.py).
     mixed, _, half = fields["precision"].partition("-")
     reduced = half if mixed == "mixed" and fields["zero"] >= 2 else "fp32"
     return {"sync_each_batch": sync_each_batch or not waits, "reduce_dtype": reduced, **fields}
@@ -177,14 +179,14 @@ def _fsdp(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         raise SpecError(f"{key}={value!r} is not supported; give one of {', '.join(FSDP_STAGES)}")
     offload = "optimizer+parameters" if section.get("fsdp_offload_params") else None
     said: dict[str, tuple[str, Any]] = {"zero": (key, stage), "offload": ("fsdp_offload_params", offload)}
-    if section.get("fsdp_activation_checkpointing"):  # else a model may still checkpoint itself, as the Trainer asks
+    if section.get("fsdp_activation_checkpointing"):  # if off, the Trainer may still turn on checkpointing in the model
         said["checkpointing"] = "fsdp_activation_checkpointing", "full"
     return said
 
 
 def _deepspeed_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, Any]:
     on = {key: part_of(config, key).get("enabled", False) for key in ("fp16", "bf16", "torch_autocast")}
-    if "auto" in on.values():  # what the Trainer decides
+    if "auto" in on.values():  # the Trainer decides
         return "fp16 / bf16.enabled", "auto"
     chosen = [key for key, enabled in on.items() if enabled]
     if len(chosen) > 1:
@@ -211,7 +213,8 @@ def _offload(engine: str, optimizer: str, parameters: str) -> str | None:
 
 
 def _batches(fields: dict[str, Any], total: Any) -> dict[str, Any]:
-    """Complete micro_batch, accumulation and dp from train_batch_size = their product, as DeepSpeed does."""
+    """Return `fields` with a missing one of micro_batch, accumulation and dp computed from train_batch_size, which is
+    their product, as DeepSpeed does. Raises SpecError if they contradict it."""
     if total is None or (total == "auto"):
         return fields
     names = ("micro_batch", "accumulation", "dp")

@@ -1,4 +1,4 @@
-"""Settings as the text that engines read: YAML of two levels and TOML, for values that JSON has too."""
+"""Settings as YAML or TOML text for engines, for values that JSON supports as well."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 def _value(value: Any) -> str:
     text = json.dumps(value)
-    return re.sub(r"^(-?\d+)e", r"\1.0e", text)  # YAML 1.1 takes 1e+30 for a word
+    return re.sub(r"^(-?\d+)e", r"\1.0e", text)  # YAML 1.1 reads 1e+30 as a string
 
 
 def yaml_text(settings: Mapping[str, Any], indent: str = "") -> str:
-    """Return `settings` as YAML; texts of several lines stand as they are, None is null."""
+    """Return `settings` as YAML; text of several lines becomes a literal block, and None becomes null."""
     lines = []
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -27,6 +27,6 @@ def yaml_text(settings: Mapping[str, Any], indent: str = "") -> str:
 
 
 def toml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return sections of settings as TOML, which has no null."""
+    """Return sections of settings as TOML. TOML has no null, so no value may be None."""
     tables = ("".join(f"{key} = {_value(value)}\n" for key, value in section.items()) for section in sections.values())
     return "\n".join(f"[{name}]\n{table}" for name, table in zip(sections, tables, strict=True))

@@ -1,6 +1,6 @@
 """A Training as torchtitan's TOML, and the TOML as fields of a Training.
 
-Names and defaults of RELEASE (torchtitan/config/job_config.py); 0.3 has configurations in Python in place of TOML.
+The names and defaults are those of RELEASE (torchtitan/config/job_config.py); 0.3 replaces TOML by Python.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .configs import check_stack
 from .readers import agreed, check_keys, part_of, read_mapping
 
 RELEASE = "0.2.2"
-# Presets that torchtitan has under a name and a flavor (torchtitan/models/*/__init__.py).
+# The presets that torchtitan has, each with its name and flavor there (torchtitan/models/*/__init__.py).
 FLAVORS = {
     "meta-llama/Llama-3.1-8B": ("llama3", "8B"), "meta-llama/Llama-3.1-70B": ("llama3", "70B"),
     "meta-llama/Llama-3.1-405B": ("llama3", "405B"), "Qwen/Qwen3-0.6B": ("qwen3", "0.6B"),
@@ -26,11 +26,12 @@ DEGREES = {
     "tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp": "context_parallel_degree",
     "ep": "expert_parallel_degree",
 }  # fmt: skip
-# By torch's name: the run's schedule, and its virtual stages.
+# By torch's name: the run's schedule and its number of virtual stages.
 SCHEDULES = {"1F1B": ("1f1b", 1), "GPipe": ("gpipe", 1), "Interleaved1F1B": ("1f1b", 2)}
 FP8 = "quantize.linear.float8"  # section, and converter
 GATHERED = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
-# Keys that are read, by section; sections that are passed over whole, as they change neither memory nor work, and keys.
+# The keys that are read, by section. Below, the keys and whole sections that are ignored, because they change neither
+# memory nor work.
 READ: dict[str, set[str]] = {
     "model": {"name", "flavor", "converters"},
     "optimizer": {"name", "implementation"},
@@ -53,7 +54,7 @@ IGNORED_KEYS: dict[str, set[str]] = {
     "compile": {"backend"},
     "quantize": set(),
 }  # fmt: skip
-CHANGES_MEMORY = (  # keys whose other values change memory, with their default
+CHANGES_MEMORY = (  # keys that must have their default, because other values change memory
     ("parallelism", "disable_loss_parallel", False),
     ("parallelism", "enable_async_tensor_parallel", False),
     ("parallelism", "context_parallel_rotate_method", "allgather"),
@@ -66,13 +67,13 @@ PASSED_SECTIONS = {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", 
 def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
     """Return the sections of the job config for the Training `run` of the preset `name`, without the learning rate.
 
-    Raises SpecError for a model that torchtitan has no flavor of, and for what it cannot do.
+    Raises SpecError for a model without a flavor in torchtitan, and for a run that torchtitan does not support.
     """
     _check(run, name)
-    options = run.stack  # a name has none
+    options = run.stack  # "transformers" has no options
     model, flavor = FLAVORS[name]
     sharded = run.zero >= 2
-    # With stages torchtitan cuts the batch of a rank into micro-batches, without them it accumulates.
+    # With a pipeline, torchtitan divides the batch of a rank into micro-batches; without one, it accumulates.
     staged = run.pp > 1
     ac = getattr(options, "ac", None) or {None: "none", "full": "full", "selective": "selective_op"}[run.checkpointing]
     mode, _, how = ac.partition("_")
@@ -80,7 +81,7 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
     if mode == "selective":
         recomputed["selective_ac_option"] = "op" if how == "op" else str(getattr(options, "every", 2))
     reshard = getattr(options, "reshard_after_forward", "default")
-    if reshard == "default" and sharded and (run.zero == 3) == staged:  # in a pipeline it is "never", else "always"
+    if reshard == "default" and sharded and (run.zero == 3) == staged:  # "default" differs with pp
         reshard = "always" if staged else "never"
     compiled = {} if getattr(options, "compile_loss", True) else {"components": ["model"]}
     sections: dict[str, dict[str, Any]] = {
@@ -104,7 +105,7 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
         "activation_checkpoint": recomputed,
         "compile": {"enable": run.compile, **compiled},
     }  # fmt: skip
-    if run.gathers_float8:  # which its recipe "tensorwise" does not
+    if run.gathers_float8:  # the recipe "tensorwise" alone does not
         sections[FP8] = dict.fromkeys(GATHERED, True)
     elif run.fp8:
         sections[FP8] = {"recipe_name": run.fp8}
@@ -112,7 +113,7 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
 
 
 def schedule_name(run: Any) -> str:
-    """Return torch's name of the run's schedule. Raises SpecError for one that torchtitan makes no stages for."""
+    """Return torch's name of the run's schedule. Raises SpecError for one that torchtitan does not support."""
     for name, order in SCHEDULES.items():
         if order == (run.schedule, run.virtual_stages):
             return name
@@ -143,9 +144,10 @@ def _check(run: Any, name: str) -> None:
 
 
 def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Training that torchtitan's TOML (a dict, text or a file) and `given` say.
+    """Return the fields of a Training from torchtitan's TOML (a dict, text or a file) and from `given`.
 
-    Raises SpecError for an unknown section or key, another engine's, what a Training has no field for, and a conflict.
+    Raises SpecError for an unknown section or key, another engine's settings, settings that have no field in a
+    Training, and a conflict.
     """
     config = read_mapping("torchtitan", settings, _toml)
     check_keys("torchtitan", config, set(READ) | PASSED_SECTIONS)
@@ -180,7 +182,7 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
         "fp8": (FP8, _fp8(parts["model"], parts["quantize"])),
     }
     named = parallel.get("pipeline_parallel_schedule", "1F1B")
-    orders = {name.lower(): order for name, order in SCHEDULES.items()}  # torch takes any case
+    orders = {name.lower(): order for name, order in SCHEDULES.items()}  # torch ignores case
     if degrees["pp"] > 1 and str(named).lower() not in orders:
         raise SpecError(f"pipeline_parallel_schedule={named!r} is not supported here; give one of "
                         f"{', '.join(SCHEDULES)}")  # fmt: skip
@@ -205,7 +207,7 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _ranks(parallel: Mapping[str, Any], pp: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dp, dp_replicate and zero; -1, all ranks that are left, is what `given` says of dp."""
+    """Return dp, dp_replicate and zero. A shard degree of -1 (all remaining ranks) is computed from dp in `given`."""
     copies, shards = (parallel.get(f"data_parallel_{what}_degree", default)
                       for what, default in (("replicate", 1), ("shard", -1)))  # fmt: skip
     if shards == -1:
@@ -229,7 +231,7 @@ def _batch(training: Mapping[str, Any], parallel: Mapping[str, Any], dp: int, pp
 
 
 def _recomputed(section: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return torchtitan's option of the stack, as text, and the field `checkpointing`."""
+    """Return the option `ac` of torchtitan's stack, as text, and the field `checkpointing`."""
     mode, option = section.get("mode", "selective"), str(section.get("selective_ac_option", "2"))
     if mode in ("none", "full"):
         return f"ac={mode}", None if mode == "none" else "full"

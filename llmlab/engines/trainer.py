@@ -1,7 +1,7 @@
 """A Training as arguments of transformers' Trainer, and those arguments as fields of a Training.
 
-Names of transformers 5 (transformers/training_args.py). What the arguments do not say is the model's: its attention,
-the dtype it was loaded in, adapters and quantization.
+The names are those of transformers 5 (transformers/training_args.py). The arguments do not contain the properties of
+the model: its attention, the dtype in which it was loaded, adapters and quantization.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Settings(Protocol):
     def kernels(self) -> str | None: ...
 
 
-# The name of each optimizer; the first is written, all are read (transformers/training_args.py, OptimizerNames).
+# The names of each optimizer: the first is written, and all are read (transformers/training_args.py, OptimizerNames).
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("adamw_torch",),
     "adamw-fused": ("adamw_torch_fused",),
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 
 
 def trainer_arguments(run: Settings) -> dict[str, Any]:
-    """Return the keyword arguments of TrainingArguments that `run` decides: not those of ZeRO, and not the model's."""
+    """Return the keyword arguments of TrainingArguments for `run`, except those for ZeRO and for the model."""
     if run.optimizer not in OPTIMIZERS:
         raise SpecError(f"optimizer={run.optimizer!r}: TrainingArguments has {', '.join(OPTIMIZERS)}")
     half = run.precision.rpartition("-")[2] if "-" in run.precision else ""
@@ -55,17 +55,17 @@ def trainer_arguments(run: Settings) -> dict[str, Any]:
         "bf16": half == "bf16",
         "fp16": half == "fp16",
         "optim": OPTIMIZERS[run.optimizer][0],
-        "max_grad_norm": 0.0,  # no clipping: 1.0 is the default
+        "max_grad_norm": 0.0,  # no clipping; the default is 1.0
         "torch_compile": run.compile,
         "use_liger_kernel": run.kernels == "liger",
     }
 
 
 def trainer_fields(arguments: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Training that a TrainingArguments, its to_dict(), JSON text or a file, and `given` say.
+    """Return the fields of a Training from a TrainingArguments, its to_dict(), JSON text or a file, and from `given`.
 
-    Raises SpecError for names that TrainingArguments has not, for two engines' settings mixed, and for a conflict with
-    `given`; NotAvailable where names are to be checked and transformers is missing.
+    Raises SpecError for names that TrainingArguments does not have, for settings of two engines, and for a conflict
+    with `given`, and NotAvailable if transformers is missing and names have to be checked.
     """
     values = _values(arguments)
     deepspeed, fsdp = values.get("deepspeed"), values.get("fsdp")
@@ -118,7 +118,8 @@ def _values(arguments: Any) -> Mapping[str, Any]:
 
 
 def _accumulation(config: Any) -> Mapping[str, Any]:
-    """Return gradient_accumulation_kwargs of an accelerator_config: an AcceleratorConfig, a dict, or a JSON file."""
+    """Return gradient_accumulation_kwargs of an accelerator_config, which is an AcceleratorConfig, a dict, or a JSON
+    file."""
     if isinstance(config, (str, Path)):
         config = read_mapping("Accelerate", config, json.loads)
     elif not isinstance(config, Mapping):
@@ -138,16 +139,16 @@ def _optimizer(name: Any) -> str:
 def _with_deepspeed(
     config: Any, halves: list[str], said: dict[str, tuple[str, Any]], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields where DeepSpeed runs: "auto" in its settings is what the arguments say."""
+    """Return the fields of a run with DeepSpeed, whose "auto" settings get the values of the Trainer's arguments."""
     told = agreed(said, given)
     if "precision" not in told:
         told["precision"] = f"mixed-{halves[0]}" if halves else "fp32"
     settings = read_mapping("DeepSpeed", config, json.loads)
     if "precision" not in given and "auto" not in json.dumps([settings.get("fp16"), settings.get("bf16")]):
-        del told["precision"]  # DeepSpeed's own settings say it
+        del told["precision"]  # DeepSpeed's own settings have it
     if not settings.get("optimizer"):
         if given.get("stack") == "deepspeed" and told["optimizer"] == "adamw-fused":
-            told["optimizer"] = "adamw"  # which its stack steps in place, as a fused one
+            told["optimizer"] = "adamw"  # its stack updates in place, like a fused one
         return deepspeed_fields(settings, told)
     del told["optimizer"]
     return deepspeed_fields(settings, told | {key: given[key] for key in ("optimizer",) if key in given})

@@ -1,9 +1,9 @@
 """A Training as the settings of Axolotl and LLaMA-Factory, and as Megatron-LM's arguments.
 
-Names of Axolotl's config schema (src/axolotl/utils/schemas of 0.18.0, commit 067b021c), LLaMA-Factory's arguments
-(src/llamafactory/hparams, commit ff6d4d12 of August 2026) and Megatron-LM's (megatron/training/arguments.py of 0.20.0,
-commit d98e8a64): what is written was put through the three as they are there. Each function raises SpecError for what
-it cannot say.
+The names are those of Axolotl's config schema (src/axolotl/utils/schemas of 0.18.0, commit 067b021c), LLaMA-Factory's
+arguments (src/llamafactory/hparams, commit ff6d4d12 of August 2026) and Megatron-LM's arguments
+(megatron/training/arguments.py of 0.20.0, commit d98e8a64). The written settings were parsed by these three versions.
+Each function raises SpecError for a run that its settings cannot express.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def _data_parallel(tool: str, run: Any) -> None:
     if run.kernels not in (None, "liger"):
         raise SpecError(f"kernels={run.kernels!r}: {tool} has Liger's; give kernels='liger', or none")
     if run.zero or run.offload:
-        run.to_deepspeed()  # both take ds_config.json
+        run.to_deepspeed()  # both read ds_config.json
     elif run.precision.startswith("mixed"):
         raise SpecError(f"precision={run.precision!r} with zero={run.zero}: {tool} has no fp32 copy of half weights")
 
 
 AXOLOTL_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-# What the Trainer's use_liger_kernel replaces; the plugin alone replaces nothing.
+# The kernels that the Trainer's use_liger_kernel replaces; the plugin alone replaces none.
 AXOLOTL_LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy")
 
 
 def axolotl_config(run: Any, model: str) -> dict[str, Any]:
-    """Return Axolotl's settings; the learning rate and the data sets are left out, both are required."""
+    """Return Axolotl's settings, without the learning rate and the data sets, which Axolotl requires."""
     _data_parallel("Axolotl", run)
     if run.precision.startswith("autocast") and run.half_layers != "all":
         given = f"precision={run.precision!r}, half_layers={run.half_layers!r}"
@@ -52,7 +52,7 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "base_model": model, "sequence_len": run.seq_len, "micro_batch_size": run.micro_batch,
         "gradient_accumulation_steps": run.accumulation, "optimizer": said["optim"],
-        # What is set here is the dtype of the weights, too; float16 is that without casts.
+        # These also set the dtype of the weights; float16 sets it without autocast.
         "bf16": run.compute_dtype == "bf16", "fp16": said["fp16"], "float16": run.precision == "fp16",
         "max_grad_norm": 0.0,
         "gradient_checkpointing": run.checkpointing == "full",
@@ -65,9 +65,9 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
             "load_in_8bit": run.quantization == "int8", "lora_r": run.lora.rank,
             "lora_alpha": run.lora.alpha if run.lora.alpha is not None else 2 * run.lora.rank,
             "lora_dropout": run.lora.dropout, "lora_target_modules": list(run.lora.targets),
-            **dict.fromkeys(AXOLOTL_LORA_KERNELS, False),  # left out they are on
+            **dict.fromkeys(AXOLOTL_LORA_KERNELS, False),  # their default is on
         }  # fmt: skip
-    if run.quantization == "nf4":  # left out it is true (loaders/model.py)
+    if run.quantization == "nf4":  # its default is true (loaders/model.py)
         settings["bnb_config_kwargs"] = {"bnb_4bit_use_double_quant": run.double_quant}
     if run.checkpointing:
         settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
@@ -79,7 +79,7 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
 
 
 def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
-    """Return LLaMA-Factory's settings; the learning rate, data set and template are left out."""
+    """Return LLaMA-Factory's settings, without the learning rate, data set and template."""
     _data_parallel("LLaMA-Factory", run)
     if run.lora and run.precision not in ("bf16", "fp16") and not (run.zero or run.half_layers):
         raise SpecError(f"precision={run.precision!r} with lora: LLaMA-Factory loads a frozen model in half precision; "
@@ -97,7 +97,7 @@ def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
     if run.precision == "bf16":
         settings["pure_bf16"] = True
     elif run.precision == "fp16":
-        settings["fp16"] = True  # the frozen weights are half, the adapters fp32
+        settings["fp16"] = True  # the frozen weights have 16 bits, the adapters fp32
     if run.lora:
         settings |= {
             "lora_rank": run.lora.rank, "lora_dropout": run.lora.dropout, "lora_target": ",".join(run.lora.targets),
@@ -116,7 +116,8 @@ MEGATRON_FAMILIES = ("gpt2", "llama", "mistral", "mixtral")
 
 
 def megatron_arguments(run: Any, spec: Any) -> list[str]:
-    """Return the arguments of Megatron-LM's pretrain_gpt.py, an option each; no learning rate, data, tokenizer."""
+    """Return the arguments of Megatron-LM's pretrain_gpt.py, one option per text, without those for the learning rate,
+    the data and the tokenizer."""
     wanted = {"precision": ("mixed-bf16", "mixed-fp16"), "optimizer": ("adamw",), "zero": (0, 1), "lora": (None,),
               "quantization": (None,), "offload": (None,), "kernels": (None,), "compile": (False,), "fp8": (None,),
               "attention": ("sdpa", "flash", "eager")}  # fmt: skip
@@ -126,7 +127,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     check_stack(run, " is not megatron", "megatron")
     if spec.family not in MEGATRON_FAMILIES:
         raise SpecError(f"a model of {spec.family} has no arguments here, only {', '.join(MEGATRON_FAMILIES)}")
-    options = run.stack if hasattr(run.stack, "name") else None  # what Megatron-LM does by default
+    options = run.stack if hasattr(run.stack, "name") else None  # None: Megatron-LM's defaults
     if options is None and run.checkpointing == "selective":
         raise SpecError("checkpointing='selective' of Megatron-LM recomputes less, attention's core alone: give "
                         "stack='megatron', or 'full'")  # fmt: skip
@@ -168,7 +169,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
         lines += _fp8(options) if options.fp8_recipe else []
         lines += ["--use-precision-aware-optimizer"] if options.use_precision_aware_optimizer else []
-        if options.cuda_graph_impl:  # which a check of the loss on the host would cut
+        if options.cuda_graph_impl:  # the host's check of the loss would break the graph
             lines.append(f"--cuda-graph-impl {options.cuda_graph_impl} --no-check-for-nan-in-loss-and-grad")
         if options.defer_embedding_wgrad_compute:
             limit = f"--wgrad-deferral-limit {options.wgrad_deferral_limit}"
@@ -178,7 +179,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     if spec.family == "gpt2":
         return [*lines, "--position-embedding-type learned_absolute"]
     lines += [f"--group-query-attention --num-query-groups {spec.kv_heads}"] if spec.kv_heads != spec.heads else []
-    if spec.experts:  # no auxiliary loss, as transformers trains them
+    if spec.experts:  # no auxiliary loss, as in transformers
         lines += [f"--num-experts {spec.experts}", f"--moe-router-topk {spec.experts_per_token}",
                   "--moe-router-load-balancing-type none", "--moe-grouped-gemm",
                   f"--expert-model-parallel-size {run.ep}"]  # fmt: skip
@@ -194,7 +195,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
 
 
 def _rotary(config: Mapping[str, Any]) -> list[str]:
-    """Return the base of the rotary positions, and what stretches them."""
+    """Return the arguments for the base and the scaling of rotary positions."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = config.get("rope_theta") or said.get("rope_theta", 10000)
     kind, factor = said.get("rope_type") or said.get("type") or "default", said.get("factor", 1.0)

@@ -1,1 +1,1 @@
-"""From what you have to what you run: a search for the best configuration, and the changes that make a run fit."""
+"""The search for the best configuration of a model on given GPUs, and the changes that make a run fit."""

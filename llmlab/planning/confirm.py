@@ -1,4 +1,4 @@
-"""The best candidates simulated, in processes of an executor; what its simulation refutes is replaced by the next."""
+"""Simulates the best candidates in processes, and replaces a candidate whose simulation refutes it with the next."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from .levers import derived
 from .result import Candidate, words
 from .search import Found, Search
 
-SHOWN = 10  # candidates of a plan, each simulated where it can be
-SIMULATED = 4 * SHOWN  # at most, and what was asked for with the last of them
-PROCESSES = 4  # at most, and no more than there are cores; each takes 1 GiB of the host's memory
-LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batches, and what nothing can decide
-# Of the card, what a plan leaves free: a step's reserved memory is not the same from run to run. 9 in 10 of 37 held-out
-# steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans/plans.py derives it.
+SHOWN = 10  # candidates of a plan, each simulated if possible
+SIMULATED = 4 * SHOWN  # simulations after which no further batch starts
+PROCESSES = 4  # at most, and at most one per core; each uses 1 GiB of host memory
+LOOKED_AT = 1_000  # candidates; some are skipped: other micro-batches of a layout, and runs that nothing can decide
+# The share of a GPU's memory that a plan leaves free, because a step's reserved memory differs from run to run. Of 37
+# held-out steps on a T4, 9 in 10 exceeded their simulation's reserved memory by less than this share of the GPU;
+# benchmarks/plans/plans.py derives it.
 MARGIN = 0.04
 UNDECIDED = "too close to the limit, and not simulated"
 
 
 class NotSimulated(Executor):
-    """Answers every simulation with a sentence, at once: for a search by estimates alone, as in a browser."""
+    """Answers every simulation immediately with a sentence, for a search by estimates alone, as in a browser."""
 
     def __init__(self, said: str) -> None:
         self.said = said
@@ -53,8 +54,8 @@ class NotSimulated(Executor):
 
 @dataclass
 class Confirmation:
-    """What is confirmed so far: of each layout one micro-batch, or, of the cheapest, of each number of a card one run.
-    Others that were found wait, in case that one is refuted."""
+    """The candidates confirmed so far: one micro-batch per layout or, with the goal "cheapest", one run per kind and
+    number of GPUs. Other candidates wait, in case the first is refuted."""
 
     found: Iterator[Found]
     by_machines: bool
@@ -66,10 +67,10 @@ class Confirmation:
     def key(self, of: Candidate | Found) -> Any:
         run = of.run if not self.by_machines else None
         alike: dict[str, Any] = {"micro_batch": 1, "accumulation": run.pp, "sync_each_batch": True} if run else {}
-        return str(of.machines), run and replace(run, **alike)  # as many micro-batches as interleaving takes
+        return str(of.machines), run and replace(run, **alike)  # interleaving needs a multiple of pp micro-batches
 
     def batch(self) -> list[Found]:
-        """Return what to simulate next, as many as are missing."""
+        """Return the candidates to simulate next, as many as are missing."""
         confirmed = set(map(self.key, self.candidates))
         batch: dict[Any, Found] = {}
         waiting, self.waiting = self.waiting, []
@@ -84,7 +85,8 @@ class Confirmation:
         return list(batch.values())
 
     def judge(self, found: Found, report: Report, answer: Report | str) -> None:
-        """Take a run that its simulation, or an estimate that needs none, confirms."""
+        """Add the candidate if its simulation confirms it. Without a simulation (`answer` is a sentence), add it if
+        its estimate is certain to fit."""
         if isinstance(answer, str):
             if found.certain:
                 self.candidates.append(Candidate(found.run, found.machines, report, None, answer))
@@ -95,10 +97,10 @@ class Confirmation:
 
 
 def simulated_run(model: dict[str, Any], run: Run, card: GPU | str) -> Report | str:
-    """Simulate in a process of its own, with MARGIN of the card left free; a sentence where that cannot be done.
+    """Return the report of a simulation that leaves MARGIN of the GPU free, or a sentence why there is none.
 
-    `shortened` is what is simulated in place of `run`, and a compiled step itself where the eager one runs out of
-    memory, or is sure to by its estimate; the report is of `run`.
+    It simulates `shortened(run)`. If that is the eager step of a compiled run, and it runs out of memory or is sure to
+    by its estimate, it simulates the compiled step instead. The report names `run`, and has no times.
     """
     from ..simulation.report import simulated
 
@@ -127,7 +129,7 @@ def simulated_run(model: dict[str, Any], run: Run, card: GPU | str) -> Report | 
 
 
 def with_margin(card: GPU) -> GPU:
-    """Return `card` without the memory that a plan leaves free."""
+    """Return the GPU without the memory that a plan leaves free."""
     return replace(card, memory=round(card.memory * (1 - MARGIN)))
 
 
@@ -139,9 +141,10 @@ def _surely_over(spec: ModelSpec, run: Training, card: GPU) -> bool:
 
 
 def shortened(run: Training) -> Training:
-    """Return the run that is simulated in place of `run`, in less time: of a compiled step first the eager one (so
-    without fp8), which takes more memory, and of many micro-batches two, as the third takes what the second did, but
-    for ids.
+    """Return the run that is simulated in place of `run` to save time.
+
+    A compiled step becomes an eager one (without fp8), which needs more memory. Without a pipeline, more than two
+    micro-batches become two, because the third needs as much memory as the second, except for its token ids.
     """
     short = replace(run, accumulation=min(run.accumulation, 2)) if run.pp == 1 else run
     return replace(short, compile=False, fp8=None) if run.compile else short
@@ -150,8 +153,8 @@ def shortened(run: Training) -> Training:
 def confirm(search: Search, executor: Executor | None) -> Confirmation:
     """Return the first candidates of `search` that their simulation does not refute, the best first.
 
-    Where no simulation is to be had, an estimate that is sure to fit stands for itself. Ctrl-C ends it: what is
-    confirmed so far is returned, and what is sure to fit by its estimate.
+    A candidate that cannot be simulated is confirmed if its estimate is certain to fit. Ctrl-C ends the search and
+    returns the candidates confirmed so far, and others that are certain to fit by their estimates.
     """
     question = search.question
     by_machines = question.goal == "cheapest"
@@ -186,8 +189,8 @@ def _report(spec: ModelSpec, found: Found) -> Report:
 
 
 def _decidable(search: Search, simulates: bool) -> Iterator[Found]:
-    """Yield what a simulation can decide, or what needs none; of what leaves no margin by its estimate it has nothing
-    to decide."""
+    """Yield candidates that are certain to fit or that a simulation can decide. It cannot decide a candidate whose
+    estimate leaves no margin."""
     for found in islice(search, LOOKED_AT):
         try:
             if not found.certain:
@@ -213,14 +216,14 @@ def _ask(
     spec: ModelSpec, batch: list[Found], executor: Executor | None, answers: dict[int, Report | str],
     progress: Callable[[list[Found], Mapping[int, Report | str]], None],
 ) -> None:  # fmt: skip
-    """Put the simulations of `batch` into `answers`, by their places. One that its process did not survive is asked for
-    again, alone; of a second time there is a sentence."""
+    """Simulate `batch` and put each answer into `answers` under its index. A simulation whose process died runs once
+    more, with no other at the same time; if its process dies again, the answer is a sentence."""
     progress(batch, answers)
-    # dask remembers what a function and its arguments gave, an error too: asked again, it must be another function.
+    # dask caches a function's result for its arguments, errors included, so the second try uses another function.
     for workers, simulate in ((min(PROCESSES, os.cpu_count() or 1), simulated_run), (1, partial(simulated_run))):
         with _pool(executor, workers) as pool:
             asked: dict[Future[Report | str], int] = {}
-            with _alone() if executor is None else nullcontext(), suppress(BrokenExecutor):  # between two of them
+            with _alone() if executor is None else nullcontext(), suppress(BrokenExecutor):  # raised by submit
                 for place, found in enumerate(batch):
                     if place not in answers:
                         asked[pool.submit(simulate, spec.config, found.run, found.machines.card.name)] = place
@@ -235,7 +238,7 @@ def _ask(
 
 
 def _lost(future: Future[Report | str]) -> bool:
-    """Whether a process ended without an answer; dask says so after several of them did."""
+    """Whether a process ended without an answer. dask reports this only after several processes died."""
     if future.cancelled():
         return True
     error = future.exception()
@@ -250,12 +253,12 @@ def _pool(executor: Executor | None, workers: int) -> Iterator[Executor]:
     from concurrent.futures import ProcessPoolExecutor  # imported here: Python in a browser has no processes
     from multiprocessing import active_children, get_context
 
-    # A new process each: a forked one has threads of torch that do not exist.
+    # Spawned, because a forked process refers to torch's threads, which do not exist in it.
     others = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _quiet)
     try:
         yield pool
-    except KeyboardInterrupt:  # whoever presses Ctrl-C does not wait for what is being simulated
+    except KeyboardInterrupt:  # does not wait for running simulations
         for process in set(active_children()) - others:
             process.terminate()
         raise
@@ -265,9 +268,11 @@ def _pool(executor: Executor | None, workers: int) -> Iterator[Executor]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Let processes start without the caller's script, which they would run again, up to here where it has no
-    `if __name__ == "__main__"`; and without Ctrl-C, which they would print a traceback for: one that comes now waits.
-    Its handler waits too: a thread that does not block the signal, as the progress bar's, takes it for the main one.
+    """Let processes start without the caller's script and without receiving Ctrl-C.
+
+    A new process would run the script again, up to this call if it has no `if __name__ == "__main__"`. On Ctrl-C, it
+    would print a traceback, so a signal that arrives now is raised afterwards. Its handler is replaced as well, because
+    a thread that does not block the signal, such as the progress bar's, receives it for the main thread.
     """
     asking = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -288,7 +293,7 @@ def _alone() -> Iterator[None]:
 
 
 def _quiet() -> None:
-    """Leave Ctrl-C to the process that asks, and libraries' warnings about a card that is not here unsaid."""
+    """Ignore Ctrl-C, which the calling process handles, and silence libraries' warnings about a missing GPU."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.WARNING)
 

@@ -1,4 +1,4 @@
-"""Sequences of several lengths: batches that are padded to their longest one, the worst of them, and when it comes."""
+"""Sequences of several lengths: batches padded to their longest sequence, the worst batch, and when it comes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from ..specs.model import model as find_model
 from ..specs.run import Training
 from .levers import derived
 
-SHARES = {"median": 0.5, "90th percentile": 0.9, "99th percentile": 0.99}  # of batches, whose lengths the table shows
+SHARES = {"median": 0.5, "90th percentile": 0.9, "99th percentile": 0.99}  # of batches; each has a row
 TRIAL = 100  # updates that people try before they start a long run
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """A batch padded to `length` tokens: `shorter`, the share of batches that are at most as long, and its estimate."""
+    """A batch padded to `length` tokens, with its estimate; `shorter` is the share of batches that are at most as
+    long."""
 
     name: str
     length: int
@@ -38,11 +39,11 @@ class PaddedBatch:
 
 @dataclass(frozen=True, repr=False)
 class Lengths(Tabular):
-    """What training on sequences of several lengths needs: `batches` from the median to the worst, on one GPU.
+    """The memory of training on sequences of several lengths: estimates of `batches` from the median to the worst.
 
-    `longest_fitting` is the longest length whose batches are sure to fit, None if none is or no GPU was given. `longer`
-    sequences of `sequences` are longer; in random order the first of them comes in update `first_update` on average,
-    and within the first 100 updates with the probability `within_trial`. Every epoch has them all.
+    `longest_fitting` is the longest length whose batches are sure to fit; None if there is none or no GPU was given.
+    Of the `sequences`, `longer` are longer than that. In random order, the first of them comes in update `first_update`
+    on average, and within the first 100 updates with probability `within_trial`. Every epoch contains all of them.
     """
 
     batches: tuple[PaddedBatch, ...]
@@ -105,10 +106,11 @@ def read_lengths(path: str | Path) -> list[int]:
 def padded(
     model: ModelLike, run: Training, gpu: GPU | str | None, lengths: Sequence[int], cluster: Cluster | None = None
 ) -> Lengths:
-    """Return what batches of `run.micro_batch` sequences need whose `lengths` vary, each padded to its longest one.
+    """Return the memory of batches of `run.micro_batch` sequences, each padded to its longest sequence.
 
-    The sequences are drawn in random order without replacement, as a DataLoader with shuffle=True does. The lengths
-    replace `run.seq_len`. Raises SpecError for fewer sequences than a batch has, and as `estimate` does.
+    `lengths` are the tokens of every sequence and replace `run.seq_len`. The sequences are drawn in random order
+    without replacement, as by a DataLoader with shuffle=True. Raises SpecError if the sequences do not fill one batch,
+    and as `estimate` does.
     """
     spec, card = find_model(model), gpu if gpu is None or gpu == "cpu" else find_gpu(gpu)
     ordered = sorted(lengths)
@@ -143,7 +145,7 @@ def padded(
 
 
 def _share_without(total: int, some: int, drawn: int) -> float:
-    """Return the probability that `drawn` of `total`, without replacement, contain none of `some` of them."""
+    """Return the probability that `drawn` of `total` items, drawn without replacement, contain none of `some` items."""
     if some + drawn > total:
         return 0.0
 

@@ -1,6 +1,6 @@
-"""What would make a run fit: each change of one thing, with the bytes it saves and the time it costs.
+"""Changes that make a run fit, one at a time, with the bytes each saves and the time it costs.
 
-All by formulas, so that a page in the browser can ask. The changes are the book's techniques.
+Everything is computed by formulas, so that a page in the browser can use it. The changes are the book's techniques.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from ..specs.run import Inference, Run, Training
 from .space import adapters
 
 Estimate = Callable[[ModelSpec, Run, GPU, Cluster | None], tuple[Report, Verdict]]
-DATA_PARALLEL = 8  # GPUs that a lever adds where there is one
+DATA_PARALLEL = 8  # GPUs that a lever suggests for a run on one
 
 
 @dataclass(frozen=True)
 class Lever:
-    """One change of a run: `run` is the changed one, `report` its estimate, `chapter` the page of the book about it.
+    """One change of a run: `run` is the changed run, `report` its estimate, `chapter` the page of the book about it.
 
-    `saves`: bytes per GPU; `seconds`: how much longer as many tokens per GPU take as one step has (shorter: negative),
-    None where a time is not known.
-    `same_result`: whether the model that comes out is the same but for rounding.
+    `saves`: bytes per GPU. `seconds`: how much longer the tokens that one GPU processes in a step take (negative if
+    shorter); None if a time is not known. `same_result`: whether the trained model is the same except for rounding.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Lever:
 
     @property
     def price(self) -> float:
-        """Seconds of a step per GiB saved; what costs no time is free."""
+        """Added seconds per step and GiB saved: 0 if the change costs no time, infinity if the time is not known."""
         return float("inf") if self.seconds is None else max(self.seconds, 0.0) / (self.saves / GiB)
 
 
@@ -63,7 +62,7 @@ class Fix(Tabular):
     levers: tuple[Lever, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values: the run's report, and each lever with its run and what it saves and costs."""
+        """Return JSON-ready values: the run's report, and each lever with its report, savings and cost."""
         levers = [
             {
                 "name": lever.name, "chapter": lever.chapter, "outcome": lever.report.outcome, "saves": lever.saves,
@@ -102,7 +101,7 @@ class Fix(Tabular):
 
 
 def cost(lever: Lever, before: Report) -> str:
-    """Return what a lever does to the time of a step, in words."""
+    """Return by how much a lever changes the time of a step, as text."""
     if lever.seconds is None or before.step_seconds is None:
         return "unknown"
     share = lever.seconds / before.step_seconds
@@ -112,7 +111,8 @@ def cost(lever: Lever, before: Report) -> str:
 def fix(
     model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None, estimate: Estimate = assessed
 ) -> Fix:
-    """Return what would make `run` of `model` smaller on `gpu`: see `lab.fix`. `estimate` makes all the reports."""
+    """Return the changes that reduce the memory of `run` of `model` on `gpu`; see `lab.fix`. `estimate` computes every
+    report."""
     spec, card = find_model(model), find_gpu(gpu)
     report, fit = estimate(spec, run, card, cluster)
     tried = [_tried(spec, card, cluster, estimate, report, fit, *change) for change in changes(spec, run, card)]
@@ -123,7 +123,7 @@ def fix(
 def derived(
     spec: ModelSpec, run: Run, card: GPU | str | None, cluster: Cluster | None = None
 ) -> tuple[Report, Verdict]:
-    """Return `assessed`, by formulas that are derived first for a family without written ones."""
+    """Return `assessed`; for a family without written formulas, they are derived first."""
     if card is not None and not spec.has_formulas:
         trace_of(spec, run, card)
     return assessed(spec, run, card, cluster)
@@ -141,7 +141,7 @@ def _tried(
     fields: dict[str, Any],
     same_result: bool,
 ) -> Lever | None:
-    """Return the lever that sets `fields`; None for what model or card do not have, and for what saves nothing."""
+    """Return the lever that sets `fields`; None if the model or GPU does not support it, or if it saves nothing."""
     try:
         run = replace(before.run, **fields)
         report, after = estimate(spec, run, card, cluster)

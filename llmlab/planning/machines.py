@@ -1,4 +1,4 @@
-"""The GPUs that a plan is for, read from "2x8xA100-80GB", and those that are asked about in their place."""
+"""The GPUs of a plan, parsed from text such as "2x8xA100-80GB", and the GPUs that a plan compares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
 
 @dataclass(frozen=True, repr=False)
 class Machines:
-    """GPUs of one kind: `nodes` nodes with `per_node` of them each."""
+    """GPUs of one kind: `nodes` nodes with `per_node` GPUs each."""
 
     card: GPU
     nodes: int
@@ -31,7 +31,7 @@ class Machines:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Rent of all of them; None for a card without a price."""
+        """Rent of all GPUs in US dollars per hour; None for a GPU without a price."""
         return None if self.card.usd_per_hour is None else self.card.usd_per_hour * self.total
 
     def __str__(self) -> str:
@@ -43,7 +43,8 @@ class Machines:
 
 
 def machines(text: str) -> Machines:
-    """Return the GPUs that "T4", "8xH100-80GB" or "2x8xA100-80GB" (nodes, GPUs per node) name; over 8 in eights."""
+    """Return the GPUs that "T4", "8xH100-80GB" or "2x8xA100-80GB" (nodes, GPUs per node) names. Without a number of
+    nodes, more than 8 GPUs are divided into nodes of 8. Raises SpecError for any other text."""
     if not isinstance(text, str):
         raise SpecError(f"gpus={text!r} is a {type(text).__name__}; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
     counts = re.match(r"(?:(\d+)x)?(?:(\d+)x)?(?=[A-Za-z])", text)
@@ -62,14 +63,14 @@ def machines(text: str) -> Machines:
 
 
 def of_total(card: GPU, total: int) -> Machines:
-    """Return `total` cards, eight to a node."""
+    """Return `total` GPUs in nodes of eight."""
     return Machines(card, -(-total // GPUS_PER_NODE), min(total, GPUS_PER_NODE))
 
 
 def priced(most: Machines) -> Iterator[Machines]:
-    """Yield every card with a price of an hour, in each number up to that of `most`: 1, 2, 4, 8, then whole nodes.
+    """Yield every GPU with an hourly price, in each number up to that of `most`: 1, 2, 4, 8, then whole nodes.
 
-    Cards that the table joins by no link are alone.
+    A kind of GPU without links in the table is yielded only as a single GPU.
     """
     inside = [n for n in (1, 2, 4, 8) if n < most.per_node]
     shapes = [(1, n) for n in inside] + [(2**i, most.per_node) for i in range(most.nodes.bit_length())]
@@ -83,7 +84,7 @@ def priced(most: Machines) -> Iterator[Machines]:
 
 
 def joined(there: Machines) -> bool:
-    """Whether the tables know what connects them."""
+    """Whether the tables have the links between these GPUs."""
     if there.total == 1:
         return True
     try:

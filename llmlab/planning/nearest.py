@@ -1,4 +1,4 @@
-"""Where nothing fits, or nothing is done in time: the nearest question that has an answer, in each direction."""
+"""If nothing fits, or nothing finishes in time: the nearest question that has an answer, in each direction."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LOOKED_AT = 200  # candidates of a question, the fastest first, until one is sur
 
 
 def nearest(question: Question, where: Machines) -> tuple[Nearest, ...]:
-    """Return, in each direction, the first that fits by its estimate with room to spare (and is done in time)."""
+    """Return, in each direction, the first run that fits by its estimate with room to spare (and finishes in time)."""
     directions = (_more(question, where), _larger(question, where), _shorter(question, where),
                   _smaller(question, where), _other(question, where))  # fmt: skip
     return tuple(found for each in directions if (found := next(each, None)))
 
 
 def fitting(question: Question, where: Machines) -> Found | None:
-    """Return the fastest that is sure to fit; the batch is rounded up to what so many GPUs can share."""
+    """Return the fastest run that is sure to fit; the batch is rounded up to a multiple of the number of GPUs."""
     batch = question.global_batch + -question.global_batch % where.total
     search = Search(replace(question, global_batch=batch, goal="fastest"), [where])
     return next((found for found in islice(search, LOOKED_AT) if found.certain and found.seconds), None)
@@ -50,8 +50,8 @@ def _more(question: Question, where: Machines) -> Iterator[Nearest]:
 
 
 def _larger(question: Question, where: Machines) -> Iterator[Nearest]:
-    """Try cards with more memory, the smallest first, and where as many of none are enough, more of them; where time is
-    short, any other card, the least rent first."""
+    """Try GPUs of the same vendor with more memory, the smallest first, then more of them. With a deadline, try any
+    other GPU of the vendor, the cheapest first."""
 
     def price(card: GPU) -> float:
         return card.usd_per_hour or float("inf")
@@ -70,7 +70,7 @@ def _larger(question: Question, where: Machines) -> Iterator[Nearest]:
 
 
 def _enough(direction: str, there: Sequence[Machines], question: Question) -> Iterator[Nearest]:
-    """Try each of `there`; by memory, the smallest first, so where the last is too small nothing else is searched."""
+    """Try each of `there`. Without a deadline they are sorted by memory, so if nothing fits the last, none is tried."""
     there = [each for each in there if joined(each)]
     if question.within is not None or (there and fitting(question, there[-1])):
         for each in there:

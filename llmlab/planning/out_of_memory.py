@@ -1,8 +1,8 @@
-"""What torch's out-of-memory message says: its numbers one by one, and what would have helped.
+"""Explains torch's out-of-memory message: its numbers one by one, and what would have prevented the error.
 
-The message is that of `torch.OutOfMemoryError` (c10/cuda/CUDACachingAllocator.cpp, 2.1 and newer), of the releases
-before, or of backend:cudaMallocAsync (CUDAMallocAsyncAllocator.cpp); ROCm's and XPU's differ by a word. MPS has one of
-its own (aten/src/ATen/mps/MPSAllocator.mm), whose GB are GiB. The driver's own error has no numbers.
+It reads the message of `torch.OutOfMemoryError` (c10/cuda/CUDACachingAllocator.cpp, 2.1 and newer), of earlier
+releases, and of backend:cudaMallocAsync (CUDAMallocAsyncAllocator.cpp); the messages for ROCm and XPU differ by a word.
+MPS has its own message (aten/src/ATen/mps/MPSAllocator.mm), whose GB are GiB. The driver's error has no numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..base.units import GiB, KiB, MiB, show_bytes
 
 UNITS = {"bytes": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "KB": KiB, "MB": MiB, "GB": GiB}
 SIZE = r"([\d.]+) ?(bytes|[KMG]i?B)"
-# What each number is called in the messages: from torch 2.1 on, then before, then of cudaMallocAsync and of MPS.
+# How the messages name each number: since torch 2.1, before, for cudaMallocAsync, and for MPS.
 NUMBERS = {
     "requested": (rf"[Tt]ried to allocate {SIZE}", rf"Requested : {SIZE}"),
     "capacity": (rf"total capaci?ty of {SIZE}", rf"{SIZE} total capacity", rf"Device limit : {SIZE}",
@@ -42,7 +42,7 @@ class DriverError(Tabular):
 
     @property
     def advice(self) -> str:
-        """Where such an error comes from, and how to get numbers."""
+        """The possible causes of such an error, and how to get numbers."""
         return (
             "The driver had no memory left. This is not the message of PyTorch's allocator, so the request was not for "
             "a tensor: it was for the CUDA context, for kernels that were loaded, for buffers of NCCL or cuBLAS, for a "
@@ -63,10 +63,13 @@ class DriverError(Tabular):
 
 @dataclass(frozen=True, repr=False)
 class OutOfMemory(Tabular):
-    """The bytes of one message. `unallocated`: reserved by PyTorch, and in no tensor; `process`: all that this process
-    has; `allowed`: what set_per_process_memory_fraction leaves PyTorch; `private`: of `allocated`, in the pools of CUDA
-    graphs; None where it is not said. `free_at_most`: the message does not say what is free, so `free` is what
-    PyTorch does not have. `variable`: the one that sets the allocator, by the message's own release."""
+    """The sizes in one message, in bytes; the optional ones are None if the message does not state them.
+
+    `unallocated`: reserved by PyTorch, but in no tensor. `process`: all GPU memory of this process. `allowed`: the
+    limit of set_per_process_memory_fraction. `private`: the part of `allocated` in private pools of CUDA graphs.
+    `free_at_most`: the message does not state the free memory, so `free` is everything that PyTorch has not reserved.
+    `variable`: the environment variable that configures the allocator in the release that wrote the message.
+    """
 
     requested: int
     capacity: int
@@ -81,24 +84,25 @@ class OutOfMemory(Tabular):
 
     @property
     def others(self) -> int:
-        """Bytes of the card that are neither PyTorch's nor free: contexts, NCCL, other processes."""
+        """Bytes of GPU memory that are neither free nor reserved by PyTorch: contexts, NCCL, other processes."""
         return max(0, self.capacity - self.free - self.allocated - self.unallocated)
 
     @property
     def short(self) -> int:
-        """Bytes that were missing, had all that was free been in one piece; 0: fragmentation alone stood in the way."""
+        """Bytes that would be missing even if all free memory were in one piece; 0 if only fragmentation caused the
+        error."""
         return max(0, self.requested - self.room - self.unallocated)
 
     @property
     def room(self) -> int:
-        """Bytes that PyTorch could still take from the driver, within what it is allowed."""
+        """Bytes that PyTorch could still allocate from the driver, within its limit."""
         if self.allowed is None:
             return self.free
         return max(0, min(self.free, self.allowed - self.allocated - self.unallocated))
 
     @property
     def advice(self) -> str:
-        """What would have let this request through."""
+        """What caused the error, and what would have prevented it."""
         holes = f"PyTorch had {show_bytes(self.unallocated)} reserved but unused, in pieces"
         if self.requested > self.unallocated:
             together = show_bytes(self.unallocated + self.room)
@@ -151,11 +155,11 @@ class OutOfMemory(Tabular):
 
 
 def explained(message: str) -> OutOfMemory | DriverError:
-    """Return the numbers of torch's message, the first of a log, or where the driver's own error comes from; SpecError
-    for a text that is none."""
+    """Return the numbers of the first torch out-of-memory message in a text, or a DriverError if it has only the
+    driver's error. Raises SpecError for any other text."""
     found: dict[str, int] = {}
     guessed = False
-    message = " ".join(message.split())  # as a terminal wraps it
+    message = " ".join(message.split())  # undoes a terminal's line wraps
     if len(starts := [match.start() for match in re.finditer(STARTS, message)]) > 1:
         message = message[: starts[1]]
     for name, patterns in NUMBERS.items():
@@ -166,7 +170,7 @@ def explained(message: str) -> OutOfMemory | DriverError:
     if "reserved" in found and "allocated" in found:
         found.setdefault("unallocated", found["reserved"] - found["allocated"])
     found.pop("reserved", None)
-    if "would exceed allowed memory" in message:  # cudaMallocAsync: what is cached is the driver's
+    if "would exceed allowed memory" in message:  # cudaMallocAsync: the driver caches
         found.setdefault("unallocated", 0)
     if "free" not in found and {"capacity", "allocated"} <= found.keys():  # XPU, MPS
         taken = found["allocated"] + found.setdefault("unallocated", 0) + found.pop("elsewhere", 0)

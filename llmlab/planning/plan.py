@@ -37,7 +37,7 @@ def plan(
     stack: StackOptions | str = TRANSFORMERS,
     executor: Executor | None = None,
 ) -> Plan:
-    """Return the plan of `lab.plan`, which says what the arguments are."""
+    """Return the plan of `lab.plan`, which documents the arguments."""
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     fixed = dict(fixed or {})
     check_question(global_batch, method, allow, tokens, goal, fixed, within)
@@ -81,7 +81,7 @@ def plan(
 
 
 def _problem(question: Question, asked: Sequence[Machines]) -> str:
-    """Return what is wrong with a question that has no answer: memory, or the deadline, and by how much."""
+    """Return a sentence why a question has no answer: nothing fits, or even the fastest run misses the deadline."""
     if question.within is None:
         return "Nothing fits."
     patient = replace(question, within=None, goal="fastest")
@@ -102,7 +102,7 @@ def check_question(
     fixed: Mapping[str, Any],
     within: float | None,
 ) -> None:
-    """Raise SpecError for what is no question, or contradicts itself: both sides are named."""
+    """Raise SpecError for an invalid argument, or for two that contradict each other; the message names both."""
     if method not in METHODS:
         raise SpecError(f"method={method!r} is not one of {', '.join(METHODS)}")
     if goal not in GOALS:
@@ -133,14 +133,14 @@ def check_question(
         if fixed.get(name) not in (None, 0, "sft"):
             raise SpecError(f"fixed {name}={fixed[name]!r}: plan writes files that train language models on the next "
                             f"tokens of text; leave out {name}, or ask lab.estimate and lab.fix")  # fmt: skip
-    if both := sorted((set(fixed) & set(allow)) - {"seq_len"}):  # from the given length on shorter ones are tried
+    if both := sorted((set(fixed) & set(allow)) - {"seq_len"}):  # shorter lengths than the fixed one are tried
         raise SpecError(f"{both[0]} is fixed to {fixed[both[0]]!r} and also allowed to change; give one of the two")
 
 
 def check_degrees(fixed: Mapping[str, Any], where: Machines | None, global_batch: int) -> None:
-    """Raise SpecError for fixed fields that the GPUs (None: not given) or the global batch contradict."""
+    """Raise SpecError if fixed fields contradict the GPUs (None: not given) or the global batch."""
     degrees = {name: fixed[name] for name in ("dp", "tp", "pp", "cp", "micro_batch", "accumulation") if name in fixed}
-    Training(**{**degrees, "seq_len": fixed.get("seq_len", 1024)})  # each is a whole number from 1 on
+    Training(**{**degrees, "seq_len": fixed.get("seq_len", 1024)})  # raises if one is no positive integer
     cut = {name: value for name, value in degrees.items() if name in ("dp", "tp", "pp", "cp")}
     size = 1
     for value in cut.values():

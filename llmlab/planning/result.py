@@ -1,4 +1,4 @@
-"""A plan: candidates, the best first, each with its reasons; and what would fit where nothing does."""
+"""A plan: its candidates, the best first, each with its reasons, or the nearest runs that fit if none of them does."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Candidate:
-    """A run that fits: its estimate, and the simulation that confirmed it, or why there is none.
+    """A run that fits, with its estimate and the simulation that confirmed it, or the reason why there is none.
 
-    `lost`: why it is not the best, in one reason; "" of the best itself.
+    `lost` is the one reason why it is not the best; "" for the best.
     """
 
     run: Training
@@ -41,20 +41,21 @@ class Candidate:
 
     @property
     def process(self) -> int | None:
-        """Bytes of the card that the simulated process takes; None without a simulation, or a known context."""
+        """Bytes of GPU memory that the simulated process uses; None without a simulation or a known CUDA context."""
         return self.simulation.process if self.simulation else None
 
     @property
     def usd_per_billion_tokens(self) -> float | None:
-        """Rent of all GPUs while 10^9 tokens are trained; None for a card without a price."""
+        """Rent in US dollars of all GPUs while they train on 10^9 tokens; None without a price or a time."""
         return rent(self.machines, self.report)
 
     def days(self, tokens: int) -> float | None:
-        """Days that training on `tokens` takes without an interruption."""
+        """Return the days that training on `tokens` tokens takes without interruptions; None without a time."""
         return days(self.report, tokens)
 
     def write(self, folder: str | os.PathLike[str], force: bool = False, model: ModelLike | None = None) -> Written:
-        """Write the files that run it into `folder`; see `lab.write`. `model` is the one planned, where no preset."""
+        """Write the files that run it into `folder`; see `lab.write`. `model` is the planned model, needed if it is no
+        preset."""
         where = self.machines
         spec = find_model(self.report.model if model is None else model)
         return write_files(spec, self.run, where.card.name, where.nodes, where.per_node, folder, force)
@@ -69,19 +70,20 @@ class Candidate:
 
 
 def rent(machines: Machines, report: Report) -> float | None:
-    """Return US dollars of the GPUs while 10^9 tokens are trained; None without a price or a time."""
+    """Return the rent in US dollars of the GPUs while they train on 10^9 tokens; None without a price or a time."""
     hourly, speed = machines.usd_per_hour, report.tokens_per_second
     return None if hourly is None or not speed else hourly / 3600 / speed * 1e9
 
 
 def days(report: Report, tokens: int) -> float | None:
-    """Return the days that as many tokens take; None without a time."""
+    """Return the days that training on `tokens` tokens takes; None without a time."""
     return tokens / report.tokens_per_second / 86_400 if report.tokens_per_second else None
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """What would fit, by estimate with room to spare, if one thing were different: `direction` says which."""
+    """A run that would fit, by its estimate and with room to spare, if one thing were different: `direction` names
+    it."""
 
     direction: str
     what: str
@@ -110,9 +112,11 @@ class Nearest:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Tabular, Sequence["Candidate"]):
-    """Candidates, the best first; empty where nothing fits. `tried`: configurations that were estimated and left to
-    choose from; `cuts`: how many were not, by what cut them; `refuted`: what an estimate held for possible and its
-    simulation did not; `seen`: all whose memory and time are known. `interrupted`: by Ctrl-C, so it is the best so far.
+    """A sequence of candidates, the best first; empty if nothing fits.
+
+    `tried`: how many configurations were estimated and could fit. `cuts`: how many were left out, by reason. `refuted`:
+    runs that fit by estimate, but not by simulation. `seen`: all runs whose memory and time are known. `interrupted`:
+    Ctrl-C ended the search, so the candidates are the best so far.
     """
 
     model: str
@@ -136,7 +140,7 @@ class Plan(Tabular, Sequence["Candidate"]):
 
     @property
     def cut(self) -> int:
-        """How many configurations were cut before that."""
+        """The number of configurations that were left out."""
         return sum(self.cuts.values())
 
     @overload
@@ -150,9 +154,9 @@ class Plan(Tabular, Sequence["Candidate"]):
         return len(self.candidates)
 
     def plot(self) -> Picture:
-        """Return a picture of what was estimated, memory against time, with the best marked.
+        """Return a picture of all estimated configurations, memory against time, with the best marked.
 
-        Raises SpecError where nothing was.
+        Raises SpecError if nothing was estimated.
         """
         from ..plots.pareto import plot_pareto
 
@@ -173,7 +177,7 @@ class Plan(Tabular, Sequence["Candidate"]):
         return self.table()
 
     def table(self) -> Table:
-        """Return what is printed: a row of each candidate, or what is nearest."""
+        """Return the table that is printed: a row per candidate, or the nearest runs if there is none."""
         title = f"{self.model} on {self.gpus}, {self.global_batch} sequences per step, the {self.goal} first"
         if self.interrupted:
             title = f"Interrupted, the best so far: {title}"
@@ -214,7 +218,7 @@ class Plan(Tabular, Sequence["Candidate"]):
 
 
 def between(low: str, high: str) -> str:
-    """Return both ends of an interval, with one unit where they have the same.
+    """Return both ends of an interval as text; a unit that they share appears once.
 
     >>> between("1.95 s", "2.68 s"), between("102 s", "2.25 min")
     ('1.95 to 2.68 s', '102 s to 2.25 min')
@@ -223,7 +227,7 @@ def between(low: str, high: str) -> str:
 
 
 def words(run: Training) -> str:
-    """Return what a reader sets: the fields that are not the default, those of the question left out."""
+    """Return the fields of `run` that differ from the defaults, as text, without the fields of the question."""
     told = {"seq_len", "lora", "quantization", "stack"}
     fields = {name: value for name, value in run.differences().items() if name not in told}
     said = [name if value is True else f"{name} {value}" for name, value in fields.items()]
@@ -231,7 +235,8 @@ def words(run: Training) -> str:
 
 
 def lost(candidate: Candidate, best: Candidate, goal: str) -> str:
-    """Return the one reason why `candidate` is not the best: its price, what of its time grew most, or its memory."""
+    """Return the one reason why `candidate` is not the best: its price, its memory, or its time, with the part of the
+    time that grew most."""
     mine, its = candidate.report, best.report
     more = (mine.peak_allocated or 0) - (its.peak_allocated or 0)
     if goal == "smallest" and more > 0:

@@ -1,12 +1,14 @@
-"""Branch and bound, the most promising first: a search that yields candidates from the best on, and computes no more.
+"""Branch and bound, the most promising first: a search that yields the best candidates first and computes no more.
 
-Everything waits in one queue under a bound of what the goal counts, which its candidates cannot be below: machines
-under the FLOP at the data sheet's peak, shapes under their computation alone, candidates under what is known of them.
-The lowest is taken: machines become shapes, shapes become candidates, a candidate is estimated and waits again, under
-its value. One that is taken with its value is the best of all that is left, and nothing behind it was computed for it.
+One queue holds everything, sorted by a lower bound on the value that the goal minimizes. The bound of machines is the
+forward pass at the data sheet's peak, that of a shape is its computation alone, and that of a candidate is the sum of
+the terms known so far. The search removes the entry with the lowest bound: machines become shapes, shapes become
+candidates, and a candidate is estimated and queued again under its value. A candidate that is removed with its value is
+therefore the best of all that are left, and the entries behind it need no further computation.
 
-What cannot fit is cut before any time is computed: states that alone exceed the card, and micro-batches larger than one
-that did not fit. A compiled step whose memory is not counted counts as an eager one, which takes more.
+Configurations that cannot fit are cut before any time is computed: those whose states alone exceed the GPU, and
+micro-batches larger than one that did not fit. If the memory of a compiled step cannot be counted, it counts as an
+eager step, which needs more.
 """
 
 from __future__ import annotations
@@ -34,29 +36,29 @@ from .files.write import program
 from .machines import Machines
 from .space import DEGREES, OF_PROGRAM, SHARED, Question, divisors, lengths, shapes, shares
 
-SIZES = ("micro_batch", "accumulation")  # fields that the edge of what fits is not asked of
-# Fields that weights and states depend on.
+SIZES = ("micro_batch", "accumulation")  # runs that differ only in these share the limit of the micro-batch
+# The fields that the bytes of weights and optimizer states depend on.
 OF_STATES = ("precision", "lora", "quantization", "optimizer", "zero", "tp", "pp", "cp", "dp", "ep", "dp_replicate",
              "offload")  # fmt: skip
-# What cuts candidates before their time is computed, in the words of the table.
+# The reasons why candidates are left out, in the words of the table.
 STATES, HOST = "weights and states exceed the GPU", "offloaded states exceed host memory"
 LARGER, OVER, LATE, WORSE = "a smaller micro-batch does not fit", "exceed the GPU", "take too long", "cannot be better"
-NO_PROGRAM = "no program runs it"  # of those that `plan.write` knows
+NO_PROGRAM = "no program runs it"  # none of those that llmlab writes
 
 
 class Found(NamedTuple):
-    """A candidate whose memory and time were estimated: bytes that the process of the fullest GPU takes at least,
-    seconds of an update (None: not known)."""
+    """A candidate with its estimates: the minimum bytes of the process on the fullest GPU, and the seconds of an update
+    (None: not known)."""
 
     run: Training
     machines: Machines
     memory: int
     seconds: float | None
-    certain: bool  # whether it fits with all that may come on top of the tensors
+    certain: bool  # whether it fits even with the highest estimate of its memory
 
 
 class Shape(NamedTuple):
-    """A shape and its computation alone; `rest` are the shares that it can have."""
+    """A shape, the seconds of its computation alone, and `rest`, the shares that it can be combined with."""
 
     fields: Mapping[str, Any]
     machines: Machines
@@ -66,15 +68,16 @@ class Shape(NamedTuple):
 
 @dataclass
 class Search:
-    """The queue of one question. `tried` counts candidates whose memory and time leave them to choose from, `cuts` the
-    others, by what cut them: each candidate is counted once; `seen` are all whose memory and time are known."""
+    """The search for the answers to one question. `tried` counts the estimated candidates that may fit (in time), and
+    `cuts` the others by reason, so that each candidate is counted once. `seen` are all candidates whose memory and time
+    are known."""
 
     question: Question
     machines: Iterable[Machines]
     tried: int = 0
     cuts: Counter[str] = field(default_factory=Counter)
     seen: list[Found] = field(default_factory=list)
-    refused: SpecError | None = None  # the first combination that cannot be
+    refused: SpecError | None = None  # of the first invalid combination
 
     def __post_init__(self) -> None:
         self._numbers = count()
@@ -87,7 +90,7 @@ class Search:
             self._push(self._floor(where), where)
 
     def __iter__(self) -> Iterator[Found]:
-        """Yield what fits, the best first; what takes equally long with less memory is better."""
+        """Yield the candidates that may fit, the best first; of equally good ones, the one with less memory first."""
         while self._queue:
             *_, item = heappop(self._queue)
             if isinstance(item, Found):
@@ -100,16 +103,16 @@ class Search:
                 self._estimate(*item)
 
     def order(self, found: Found) -> tuple[float, float]:
-        """Return what candidates are sorted by: what the goal counts, then memory."""
+        """Return the key that candidates are sorted by: the value that the goal minimizes, then memory."""
         seconds = inf if found.seconds is None else found.seconds
         return self._value(seconds, found.machines, found.memory), found.memory
 
     def found(self, run: Training, where: Machines) -> Found:
-        """Return what was found of a run that was yielded."""
+        """Return the estimates of a run that was yielded."""
         return next(each for each in self.seen if each.machines is where and each.run == run)
 
     def worse(self) -> int:
-        """Return how many candidates wait that nobody asked for: their bound is beyond all that was taken."""
+        """Return the number of candidates still in the queue, whose bounds exceed all values yielded so far."""
         waiting = [item for *_, item in self._queue if not isinstance(item, (Found, Machines))]
         return sum(len(item.rest) if isinstance(item, Shape) else 1 for item in waiting)
 
@@ -121,7 +124,7 @@ class Search:
         heappush(self._queue, (bound, memory, next(self._numbers), item))
 
     def _value(self, seconds: float, where: Machines, memory: float) -> float:
-        """Return what the goal counts: seconds, dollars of an update, or bytes."""
+        """Return the value that the goal minimizes: seconds or dollars per update, or bytes."""
         if self.question.goal == "smallest":
             return memory
         return seconds * (where.usd_per_hour or inf) / 3600 if self.question.goal == "cheapest" else seconds
@@ -129,7 +132,8 @@ class Search:
     # ---- from machines to candidates
 
     def _floor(self, where: Machines) -> float:
-        """Return the value of the model's FLOP at the peak of the card, in the narrowest dtype that is allowed."""
+        """Return the goal's value if the forward pass ran at the GPU's peak in its fastest dtype and nothing else did:
+        a lower bound."""
         peak = max(where.card.peak(dtype) or 0 for dtype in ("fp32", "fp16", "bf16", "fp8")) or inf
         seq_len, batch = list(lengths(self.question))[-1]
         forward = flops(self.question.spec, Training(seq_len=seq_len, accumulation=batch), where.card).forward
@@ -143,7 +147,7 @@ class Search:
             except SpecError as error:
                 self.refused = self.refused or error
                 continue
-            except NotAvailable:  # of a stack's block that is not described so
+            except NotAvailable:  # the stack's block is not described with these fields
                 continue
             if seconds is not None and rest:
                 self._push(self._value(seconds, where, 0.0), Shape(fields, where, seconds, rest))
@@ -156,7 +160,7 @@ class Search:
     def _run_by_programs(
         self, fields: Mapping[str, Any], where: Machines, rest: tuple[Mapping[str, Any], ...]
     ) -> tuple[Mapping[str, Any], ...]:
-        """Return the shares with which a program runs the shape; a stack that is named brings its own program."""
+        """Return the shares with which a program can run the shape: all of them if the stack has its own program."""
         if self.question.stack.own_program:
             return rest
         of_shape = (where.card.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
@@ -176,7 +180,7 @@ class Search:
         try:
             run = Training(**fields)
             check(self.question.spec, run, where.card)
-        except SpecError:  # what cannot be at all is no program's fault
+        except SpecError:  # an invalid run is cut elsewhere
             return True
         try:
             program(self.question.spec, run)
@@ -186,14 +190,14 @@ class Search:
         return True
 
     def _compute(self, fields: Mapping[str, Any], where: Machines, candidates: int) -> float | None:
-        """Return the seconds of computation alone with the pipeline's bubble; None for a dtype without units, and where
-        it is too late already."""
+        """Return the seconds of computation alone, with the pipeline's bubble; None for a dtype that the GPU has no
+        units for, or if these seconds already miss the deadline."""
         run = Training(**{name: value for name, value in fields.items() if name not in SHARED})
         check(self.question.spec, run, where.card)
         passed = passes(self.question.spec, run, where.card)
         if passed is None:
             return None
-        # The last stage has the loss, and no other is slower for it, nor for the wait for it.
+        # Only the last stage computes the loss and waits for it, so the mean over stages has 1/pp of both.
         others = (1 - 1 / run.pp) * passed.loss
         mean = passed._replace(loss=passed.loss - others, host=passed.host - loss_waits(run, 0.0, others))
         seconds = mean.seconds * (1 + (run.pp - 1) / run.accumulation / run.virtual_stages)
@@ -216,7 +220,7 @@ class Search:
             self._push(self._value(shape.seconds + update, shape.machines, least), (fields, shape.machines))
 
     def _least_memory(self, fields: Mapping[str, Any], where: Machines) -> float:
-        """Return the bytes of weights and states on the fullest GPU; infinity for what cannot be."""
+        """Return the bytes of weights and optimizer states on the fullest GPU; infinity for an invalid run."""
         key = (where, *(fields.get(name) for name in OF_STATES))
         if key not in self._least:
             try:
@@ -229,15 +233,15 @@ class Search:
         return self._least[key]
 
     def _on_host(self, fields: Mapping[str, Any], where: Machines) -> float | None:
-        """Return the least seconds that the host's update of what is offloaded takes; None if it is more than a GPU's
-        part of the host's memory, as far as that is known."""
+        """Return the minimum seconds of the host's update of offloaded states; None if the states exceed one GPU's
+        share of a known host memory."""
         try:
             run = Training(**fields)
-        except SpecError:  # what the stack has not, which an estimate refuses too
+        except SpecError:  # not supported by the stack; `_estimate` refuses it, too
             return 0.0
         sent, host = crossing(self.question.spec, run), usual_host(where.card)
         gpus = max(host.gpus, where.per_node)
-        # What is trained whole stays there in half precision too, where not only its states are offloaded.
+        # If parameters are offloaded, too, the host also stores the trained weights in 16 bits.
         weights = 2 * sent.stepped if run.offload == "optimizer+parameters" else 0
         if host.source and sent.state + weights > host.memory / gpus:
             return None
@@ -264,10 +268,10 @@ class Search:
         self._push(self.order(found)[0], found, bytes_)
 
     def _memory(self, run: Training, where: Machines) -> tuple[int, bool] | None:
-        """Return the bytes of the fullest GPU and whether they fit for sure; None where they do not.
+        """Return the bytes of the fullest GPU and whether they are sure to fit; None if they do not fit.
 
-        Memory grows with the micro-batch: where one does not fit, the smallest that does not is looked for, and what is
-        larger need not be asked again.
+        Memory grows with the micro-batch. If one does not fit, the smallest that does not is searched for, and larger
+        ones are cut without an estimate.
         """
         key = (where, *(value for name, value in run.values().items() if name not in SIZES))
         if run.micro_batch >= self._edges.get(key, inf):
@@ -284,7 +288,7 @@ class Search:
         return None
 
     def _edge(self, run: Training, where: Machines) -> int:
-        """Return the smallest micro-batch that does not fit, given one."""
+        """Return the smallest micro-batch that does not fit, given a run that does not."""
         per_rank = run.micro_batch * run.accumulation
         free = "micro_batch" not in self.question.fixed
         sizes = [size for size in divisors(per_rank) if size < run.micro_batch] if free else []
@@ -296,10 +300,10 @@ class Search:
         place = bisect_left(sizes, True, key=over)
         return sizes[place] if place < len(sizes) else run.micro_batch
 
-    # ---- what a picture shows
+    # ---- further points for the picture
 
     def around(self, best: Found) -> None:
-        """Estimate what `best` would take with any micro-batch, checkpointing, ZeRO stage and offload: for `seen`."""
+        """Add to `seen` estimates of `best` with every micro-batch, checkpointing, ZeRO stage and offload."""
         known = {found.run for found in self.seen}
         fields = {name: value for name, value in best.run.values().items() if name not in SHARED}
         per_rank = best.run.micro_batch * best.run.accumulation
@@ -313,7 +317,8 @@ class Search:
                     self._estimate(changed, best.machines, known)
 
     def _can_be(self, fields: Mapping[str, Any]) -> bool:
-        """Whether there is such a run: an interleaved pipeline takes as many micro-batches as it has stages at once."""
+        """Whether a run with these fields is valid. An interleaved pipeline, for example, needs a multiple of pp
+        micro-batches."""
         try:
             Training(**fields)
         except SpecError:

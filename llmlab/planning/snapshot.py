@@ -1,4 +1,4 @@
-"""What a memory snapshot of PyTorch says: the peak by part and place, holes, what grows, and two of them compared."""
+"""The report on a memory snapshot of PyTorch: the peak by part and place, holes, growth, and two snapshots compared."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..base.units import show_bytes
 from ..recording.snapshot import addressed, read_snapshot
 from .out_of_memory import OutOfMemory
 
-SHOWN = 8  # places, and segments with holes, that the table has; --json has all
-# Each part that fills a snapshot, and changes that make it smaller: the names under which `fix` lists them.
+SHOWN = 8  # places, and segments with holes, in the table; --json has all
+# The changes that make each part smaller, by the names under which `fix` lists them.
 LEVERS = {
     "weights": "ZeRO-3, LoRA, QLoRA or weights in half precision",
     "gradients": "ZeRO-2 or LoRA",
@@ -28,12 +28,12 @@ LEVERS = {
 class SnapshotReport(Tabular):
     """The memory of one GPU in a snapshot; all sizes are bytes.
 
-    `peak` is the most that was allocated in the recorded history, in `phase`, divided by `parts` (`detail` is that of
-    "other") and by `places`, which are modules or lines of code. The other sizes are those when the file was written:
-    `holes` maps a segment that is partly used to its free bytes, `largest_free` is the largest free block,
-    `unused_segments` are those without any block in use, and `rounding` was added to requests.
-    `growth` is how much the last step left behind, by place. `failure` is the last request in the history that found no
-    room. `other` is the snapshot to compare with.
+    `peak` is the highest allocated memory in the recorded history, reached in `phase`. `parts` and `places` (modules or
+    lines of code) each divide it, and `detail` divides the part "other". The other sizes are from the moment when the
+    file was written: `holes` maps each partly used segment to its free bytes, `largest_free` is the largest free block,
+    `unused_segments` is the size of segments without a block in use, and `rounding` was added to requests.
+    `growth` is the memory that the last step left behind, by place. `failure` is the last request in the history that
+    failed. `other` is the snapshot to compare with.
     """
 
     name: str
@@ -63,7 +63,7 @@ class SnapshotReport(Tabular):
 
     @property
     def advice(self) -> list[str]:
-        """What the snapshot says about its history, its holes and its growth, and what would help."""
+        """Sentences about the snapshot's history, holes and growth, and what would help."""
         sentences = [] if self.events else [
             "The file has no history, so the peak is the memory at the moment when it was written. Call "
             "torch.cuda.memory._record_memory_history() before the run to record one."
@@ -116,7 +116,7 @@ class SnapshotReport(Tabular):
         return Table(("", ""), rows, title, "\n".join(self.advice))
 
     def _differences(self, other: SnapshotReport) -> Table:
-        """Return the sizes of both, parts first, then the places that differ most."""
+        """Return the table of both snapshots' sizes: parts first, then the places that differ most."""
         mine, theirs = dict(_comparable(self)), dict(_comparable(other))
         labels = list(dict.fromkeys([*mine, *theirs]))
         apart = {label: mine.get(label, 0) - theirs.get(label, 0) for label in labels}
@@ -136,7 +136,7 @@ class SnapshotReport(Tabular):
 
 
 def _comparable(report: SnapshotReport) -> list[tuple[str, int]]:
-    """Return the rows that mean the same in another snapshot: without phases and addresses."""
+    """Return the rows that can be compared with those of another snapshot, without phases and addresses."""
     rows = [(label.split(", during")[0], size) for label, size in report.rows()]
     return [(label, size) for label, size in rows if not label.startswith("hole in segment")]
 
@@ -146,7 +146,7 @@ def _signed(size: int) -> str:
 
 
 def snapshot_report(path: str | Path, against: str | Path | None = None) -> SnapshotReport:
-    """Return what the snapshot in the file `path` says, compared with that in `against`."""
+    """Return the report on the snapshot in the file `path`, compared with the one in the file `against`, if given."""
     snapshot = read_snapshot(path)
     history = snapshot.history
     division = history.division

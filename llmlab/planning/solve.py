@@ -1,7 +1,7 @@
 """The largest value of one size of a run that fits a GPU, or the smallest GPU on which a run fits.
 
-Candidates are in the order of what they need, the least first. Bisection over estimates finds the last that surely fits
-and the first that surely does not; simulations decide between the two.
+Candidates are sorted by the memory they need, the least first. Bisection over estimates finds the last that surely fits
+and the first that surely does not. Simulations decide those in between.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..specs.run import Inference, Run, Training
 from .confirm import MARGIN, simulated_run, with_margin
 from .levers import derived, fix
 
-# What can be asked for: its name in a sentence, and its unit.
+# The sizes that can be solved for: each with its name in a sentence, and its unit.
 SIZES = {
     "seq_len": ("longest sequence", "tokens"), "micro_batch": ("largest micro-batch", "sequences"),
     "batch": ("largest batch", "prompts"), "lora_rank": ("largest LoRA rank", ""), "gpu": ("smallest GPU", ""),
 }  # fmt: skip
-TOKENS = 128  # by which sequences are varied
+TOKENS = 128  # the step between sequence lengths
 MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20
-# Simulations try every 32nd part of the value: finer steps are less than a plan leaves free.
+# Simulations try values in steps of 1/32: finer steps change the memory by less than a plan leaves free.
 FINE = 32
 
 
@@ -59,8 +59,9 @@ class Trial:
 
 @dataclass(frozen=True, repr=False)
 class Solution(Tabular):
-    """The answer of `lab.solve`: `best` is the value that fits, None if there is none, and `over` the next that was
-    found not to fit, if any. `name` is what was asked for; `notes` say what limits the answer, and what would help."""
+    """The answer of `lab.solve`: `best` is the trial of the value that fits, and `over` that of the next value, which
+    does not fit; each is None if there is none. `name` is the size that was solved for. `notes` say what limits the
+    answer, and what would help."""
 
     name: str
     best: Trial | None
@@ -119,7 +120,7 @@ def _shown(value: int | str) -> str:
 
 
 def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: bool = True) -> Solution:
-    """Return the solution of `lab.solve`, without what was assumed of the GPU's name."""
+    """Return the solution of `lab.solve`, without the notes that `lab.solve` adds."""
     values, at = _candidates(spec, run, card, name)
 
     @cache
@@ -141,7 +142,7 @@ def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: boo
         (report, fit), there = estimate(place), at(values[place])[1]
         shown = simulation(place) if simulated else None
         outcome, used = (shown.outcome, shown.process) if shown else (fit.outcome, fit.most)
-        if outcome == "out of memory" and not shown:  # perhaps only for the margin
+        if outcome == "out of memory" and not shown:  # perhaps only because of the margin
             outcome = derived(spec, report.run, there)[1].outcome
         left = max(0, there.memory - used) if outcome == "fits" and used else None
         return Trial(values[place], replace(report, capacity=there.memory), shown, outcome, left)
@@ -175,8 +176,8 @@ def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: boo
 def _decided(
     sure: int, out: int, simulation: Callable[[int], Report], tried: dict[int, bool]
 ) -> tuple[int, int]:
-    """Return the last place that fits by simulation, -1 if none does, and the first after it that does not. By their
-    estimates places below `sure` fit, and those from `out` on do not."""
+    """Return the last index that fits by simulation (-1 if none does) and the first after it that does not. By
+    estimate, indices below `sure` fit, and indices `out` and above do not."""
     step = max(1, sure // FINE)
 
     def over(place: int) -> bool:
@@ -194,7 +195,8 @@ def _decided(
 def _candidates(
     spec: ModelSpec, run: Run, card: GPU | None, name: str
 ) -> tuple[Sequence[Any], Callable[[Any], tuple[Run, GPU]]]:
-    """Return the values of `name` that can be, the one that needs least first, and what each means: a run on a GPU."""
+    """Return the possible values of `name`, the one that needs least first, and a function that turns a value into a
+    run and a GPU."""
     if name not in SIZES:
         raise SpecError(f"{name!r} cannot be solved for; give one of {', '.join(SIZES)}")
     if name == "gpu":
@@ -206,7 +208,7 @@ def _candidates(
         return sorted(cards, key=lambda each: -cards[each].memory), lambda value: (run, cards[value])
     if card is None:
         raise SpecError(f"{name} depends on the GPU, and none was given; name one, or ask for 'gpu'")
-    where = card  # which is not None below
+    where = card  # not None, for the lambdas below
     if name == "seq_len":
         return _lengths(spec, run), lambda value: (_of_length(run, value), where)
     if name == "lora_rank":
@@ -222,7 +224,7 @@ def _candidates(
 
 
 def _can_be(spec: ModelSpec, run: Run, card: GPU) -> bool:
-    """Whether the run is possible on `card`; raises SpecError if it is possible on none."""
+    """Whether the run is possible on the GPU. Raises SpecError if it is possible on no GPU."""
     check(spec, run)
     try:
         check(spec, run, card)
@@ -232,7 +234,7 @@ def _can_be(spec: ModelSpec, run: Run, card: GPU) -> bool:
 
 
 def _lengths(spec: ModelSpec, run: Run) -> range:
-    """Return the lengths that are tried: multiples of TOKENS and of the context-parallel ranks."""
+    """Return the sequence lengths to try: multiples of TOKENS and of the number of context-parallel ranks."""
     most = MOST_TOKENS if spec.rotary else spec.max_positions
     if isinstance(run, Training):
         images = images_of(spec, replace(run, seq_len=MOST_TOKENS))
@@ -251,7 +253,7 @@ def _of_length(run: Run, tokens: int) -> Run:
 
 
 def _limit(spec: ModelSpec, name: str) -> Note:
-    """Say what the limit is where memory is not."""
+    """Return a note that names the limit if memory is not the limit."""
     why = {
         "seq_len": f"{spec.name} has {spec.max_positions:,} learned positions, so memory is not the limit",
         "lora_rank": f"The matrices of {spec.name} have no higher rank, so memory is not the limit",
@@ -261,8 +263,8 @@ def _limit(spec: ModelSpec, name: str) -> Note:
 
 
 def _ways_out(spec: ModelSpec, run: Run, card: GPU, refused: Trial, name: str) -> list[Note]:
-    """Say by how much the run that needs least does not fit, the smallest GPU on which it does, and the first change
-    with which it fits this GPU."""
+    """Return notes that say by how much the smallest run exceeds the GPU, the smallest GPU on which it fits, and the
+    first change that makes it fit this GPU."""
     notes = []
     if refused.outcome == "out of memory":
         least = derived(spec, run, card)[1].least

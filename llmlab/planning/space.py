@@ -1,7 +1,8 @@
-"""What a plan may vary, and in which combinations: fields of a Training, without any of their costs.
+"""The fields of a Training that a plan varies, and their possible combinations, without any costs.
 
-A *shape* is what computes: precision, micro-batch, checkpointing, kernels, compile, tp, pp, cp, the pipeline's
-schedule. A *share* is who holds what: optimizer, ZeRO stage, HSDP's copies, offload, ep. A candidate is one of each.
+A *shape* sets the computation: precision, micro-batch, checkpointing, kernels, compile, tp, pp, cp, the pipeline's
+schedule. A *share* sets which rank stores what: optimizer, ZeRO stage, HSDP's replicas, offload, ep. A candidate
+combines one of each.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from ..specs.run import LoRA, Training
 from ..specs.stacks import StackOptions, Transformers
 from .machines import Machines
 
-# Fields, and degrees that are 1 or more, on which depends whether a program of files/ runs a candidate.
+# Whether a program of files/ can run a candidate depends on these fields, and on which of the degrees exceed 1.
 OF_PROGRAM = ("precision", "checkpointing", "attention", "lora", "quantization", "compile", "kernels", "fp8", "stack",
               "sequence_parallel")  # fmt: skip
 DEGREES = ("dp", "tp", "pp", "cp")
-SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate", "sync_each_batch", "reduce_dtype")  # or depend on one
+# The fields of shares, and two that depend on the ZeRO stage.
+SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate", "sync_each_batch", "reduce_dtype")
 METHODS = ("full", "lora", "qlora")
 GOALS = ("fastest", "cheapest", "smallest")
-# What is varied only where `allow` lists it: it changes the model that comes out, or needs a package.
+# These fields are varied only if `allow` lists them, because they change the trained model or need a package.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "adamw-8bit", "adafactor", "lion", "muon"), "precision": ("bf16",),
     "kernels": ("liger", None), "fp8": ("tensorwise", "rowwise", None), "lora": ("lora", "qlora"), "seq_len": (512,),
 }  # fmt: skip
-LEAST_TOKENS = 1024  # of a sequence on each context-parallel rank: below, a ring sends more than it computes
+LEAST_TOKENS = 1024  # of a sequence per context-parallel rank: with fewer, a ring sends more than it computes
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked for: `global_batch` sequences of `seq_len` tokens per update, which stay as they are."""
+    """The arguments of `lab.plan`: `global_batch` sequences of `seq_len` tokens per update, and the others."""
 
     spec: ModelSpec
     global_batch: int
@@ -53,8 +55,8 @@ class Question:
         return int(self.fixed.get("seq_len", Training.seq_len))
 
     def options(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the values that `name` may have: those of `fixed`, else those of `values` that the stack has. Where it
-        has none of them all are returned, and what is made of them says so."""
+        """Return the values that `name` may have: the fixed one, else those of `values` that the stack supports. If it
+        supports none, all are returned, and creating the run raises the error."""
         if name in self.fixed:
             return (self.fixed[name],)
         if name in self.stack.allowed:
@@ -62,7 +64,7 @@ class Question:
         return values
 
     def late(self, seconds: float, run: Training) -> bool:
-        """Whether steps of these seconds are not done in time."""
+        """Whether training with steps of `seconds` misses the deadline."""
         if self.within is None or not self.tokens:
             return False
         return seconds * self.tokens / (run.global_batch * run.seq_len) > self.within * 86_400
@@ -75,7 +77,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def shapes(q: Question, where: Machines) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each shape; with tp there is sequence parallelism, which saves memory and costs no time."""
+    """Yield the fields of each shape. Tensor parallelism comes with sequence parallelism, which saves memory and costs
+    no time, unless that field is fixed."""
     methods = (q.method, *ALLOWED["lora"]) if "lora" in q.allow else (q.method,)
     for method, (seq_len, batch) in product(dict.fromkeys(methods), lengths(q)):
         kinds = list(_kinds(q, where, method))
@@ -91,7 +94,7 @@ def shapes(q: Question, where: Machines) -> Iterator[dict[str, Any]]:
 
 
 def lengths(q: Question) -> Iterator[tuple[int, int]]:
-    """Yield sequence lengths and how many of them make as many tokens per update."""
+    """Yield sequence lengths, each with the global batch that keeps the tokens per update the same."""
     length, batch = q.seq_len, q.global_batch
     yield length, batch
     while "seq_len" in q.allow and (length := length // 2) >= ALLOWED["seq_len"][0]:
@@ -124,8 +127,8 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
 
 
 def adapters(spec: ModelSpec) -> LoRA:
-    """Return adapters on queries and values; where those are projected with others, or by other names, on whatever
-    reads a block's input for attention.
+    """Return LoRA adapters on queries and values. If a model projects these together with others, or under other names,
+    return adapters on all layers that compute attention's inputs.
 
     >>> from llmlab.specs.model import model
     >>> adapters(model("gpt2"))
@@ -156,7 +159,7 @@ def _micro_batches(q: Question, batch: int, dp: int) -> Iterator[tuple[int, int]
 
 
 def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, Any]]:
-    """Yield the stack, and of pipelines whose virtual stages are its option the interleaved schedules, too."""
+    """Yield the stack and, for a pipeline with virtual stages as an option of the stack, the interleaved schedules."""
     if not q.stack.own_program:
         yield {}
         return
@@ -167,8 +170,8 @@ def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, An
 
 
 def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
-    """Yield who holds what, of `dp` data-parallel ranks; the optimizer where it is fixed or varied. torchtitan sets the
-    ZeRO stage by itself: with context parallelism it shards what one data-parallel rank has."""
+    """Yield the fields of each share of `dp` data-parallel ranks; the optimizer only if it is fixed or varied.
+    The ZeRO stage is left to torchtitan, which with context parallelism shards even if dp=1."""
     stage_is_open = not q.stack.chooses_zero or "zero" in q.fixed
     optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else (None,)
     experts = q.spec.experts
@@ -176,9 +179,9 @@ def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
     stages = (3,) if q.stack.chooses_zero and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
     offloads = q.options("offload", (None, "optimizer", "optimizer+parameters"))
     for optimizer, ep, offload in product(q.options("optimizer", optimizers), eps, offloads):
-        if optimizer == "muon" and (offload or ep > 1):  # torch's takes whole matrices, on the card
+        if optimizer == "muon" and (offload or ep > 1):  # torch's Muon needs whole matrices on the GPU
             continue
-        # Engines offload what ZeRO holds, on one GPU too.
+        # Engines offload ZeRO's shards, even with one GPU.
         held = stages if not offload else (3,) if offload == "optimizer+parameters" else (2,)
         for zero in q.options("zero", held if optimizer != "muon" else (0,)):
             copies = [n for n in divisors(dp) if zero >= 2 and not offload and n < dp and dp // n % ep == 0] or (1,)

@@ -1,1 +1,1 @@
-"""Scripts of one's own on a simulated card: `llmlab run --gpu A100-80GB train.py`."""
+"""Runs a user's script on a simulated GPU: `llmlab run --gpu A100-80GB train.py`."""

@@ -1,7 +1,7 @@
-"""The command line of a script, also behind a launcher: which file runs, with which arguments, as how many ranks.
+"""The command line of a script, also behind a launcher: the file that runs, its arguments, and the number of ranks.
 
-Launchers are read by their own parsers, so that any option of theirs is understood and what they would put into the
-environment is there.
+A launcher's command line is read by the launcher's own parser, so that all its options are understood and the script
+gets the environment variables that the launcher would set.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ..hardware.links import GPUS_PER_NODE
 from .missing import UNSLOTH
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
-# What `python -m` may start them by.
+# The modules by which `python -m` starts them.
 LAUNCHING_MODULES = {
     "torch.distributed.run": ("torchrun",), "torch.distributed.launch": ("torch.distributed.launch",),
     "accelerate.commands.launch": ("accelerate", "launch"), "accelerate.commands.accelerate_cli": ("accelerate",),
     "deepspeed.launcher.runner": ("deepspeed",),
 }  # fmt: skip
-# Commands that train, and the packages that have them: installed, they run like any script.
+# Commands that train, and the packages that install them. An installed command runs like any script.
 COMMANDS = {
     "axolotl": "axolotl", "fabric": "lightning", "litgpt": "litgpt", "llamafactory-cli": "llamafactory",
     "lmf": "llamafactory", "swift": "swift", "trl": "trl", "tune": "torchtune",
@@ -51,9 +51,9 @@ NO_AFFINITY = Note("no-cpu-affinity", "--enable_cpu_affinity was not carried out
 class Command:
     """A script, or with `module` a module's name, and its arguments.
 
-    `tool`: the script is a library's command, such as `tune`. `nodes` and `gpus_per_node` are what its launcher said,
-    None where it left that to the machine; `environment` is what it would set for the script; `notes` are sentences
-    for the report.
+    `tool`: the script is a library's command, such as `tune`. `nodes` and `gpus_per_node` are from the launcher's
+    options, None if the launcher would use the machine's. `environment` are the variables that it would set for the
+    script; `notes` are sentences for the report.
     """
 
     target: str
@@ -71,10 +71,11 @@ class Command:
 
 
 def command(words: Sequence[str]) -> Command:
-    """Return what `words` would start: `train.py ARGS`, `-m MODULE ARGS`, `python ...`, a launcher's command line, or
-    the command of an installed library, such as `tune run`; each also behind `NAME=value`, as a shell takes them.
+    """Return the script that `words` would start: `train.py ARGS`, `-m MODULE ARGS`, `python ...`, a launcher's command
+    line, or the command of an installed library, such as `tune run`. Assignments `NAME=value` may come first, as in a
+    shell.
 
-    Raises SpecError for words that start no Python script, and NotAvailable where the launcher is not installed.
+    Raises SpecError for words that start no Python script, and NotAvailable if the launcher is not installed.
     """
     words = list(words)
     if not words:
@@ -134,7 +135,7 @@ def _script(target: str, arguments: Sequence[str], **launched: object) -> Comman
 
 
 def _is_python(path: str) -> bool:
-    """Whether a file is Python by its name, or by its first line, as the commands of libraries are."""
+    """Whether a file is Python code, judged by its name or by its first line, as for the commands of libraries."""
     if os.path.isdir(path) or os.path.splitext(path)[1] in (".py", ".pyw", ".pyc", ".pyz"):
         return True
     with open(path, "rb") as file:
@@ -143,7 +144,7 @@ def _is_python(path: str) -> bool:
 
 
 def _parsed(launcher: str, parse: Callable[[Sequence[str]], Namespace], words: Sequence[str]) -> Namespace:
-    """Return what the launcher's own parser reads; its usage message becomes an error."""
+    """Return the options as read by the launcher's own parser; its usage message becomes a SpecError."""
     said = StringIO()
     try:
         with redirect_stderr(said), redirect_stdout(said):
@@ -154,14 +155,14 @@ def _parsed(launcher: str, parse: Callable[[Sequence[str]], Namespace], words: S
 
 
 def _alone() -> dict[str, str]:
-    """Return what a launcher sets for one rank, as for many: a simulator of many sets it by itself."""
+    """Return the variables that a launcher sets for a single rank. For several ranks, the simulator sets them."""
     from ..simulation.distributed.process_group import launched
 
     return launched(1)
 
 
 def torchrun(args: Namespace) -> Command:
-    """Return what torchrun starts with these options, parsed."""
+    """Return the script that torchrun starts with these parsed options."""
     if not getattr(args, "use_env", True):  # torch.distributed.launch
         args.training_script_args = ["--local-rank=0", *args.training_script_args]
     per_node = int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else None  # "gpu", "auto"
@@ -178,13 +179,13 @@ def _torchrun(module: str, words: Sequence[str]) -> Command:
 
 
 def _assumed(launcher: str, option: str, gpus: int) -> tuple[Note, ...]:
-    """Return a note that a launcher would start a process for each GPU of the machine."""
+    """Return a note that a launcher would start one process per GPU of the machine."""
     starts = f"{launcher} was given no number by {option}, so it starts one process per GPU of the machine"
     return (Note(GPUS_ASSUMED, f"{starts}. llmlab assumes {gpus}; give {option} or --world-size for another number."),)
 
 
 def _other_rank(option: str, rank: int | str | None) -> tuple[Note, ...]:
-    """Return a note if a launcher was told to start the ranks of another node than the first."""
+    """Return a note if a launcher's options ask for the ranks of a node other than the first."""
     if not str(rank).isdigit() or int(str(rank)) == 0:
         return ()
     return (Note("rank-0-simulated", f"{option} {rank} was not carried out: rank 0, on the first node, is simulated."),)
@@ -198,14 +199,15 @@ def _accelerate(words: Sequence[str]) -> Command:
 
 
 def accelerate(args: Namespace, line: str) -> Command:
-    """Return what accelerate would start: it reads its options `args` and files and picks a launcher by itself."""
+    """Return the script that accelerate would start. Accelerate itself reads its options `args` and files, and chooses
+    a launcher."""
     check("accelerate.commands.launch")
     launch, environments = import_module("accelerate.commands.launch"), import_module("accelerate.utils.launch")
     other_rank = _other_rank("--machine_rank", args.machine_rank)
     args.machine_rank = 0
     processes = args.num_processes
     commands: list[Command] = []
-    gpus = mock.patch.multiple(  # this machine may have none: as many as are asked for
+    gpus = mock.patch.multiple(  # this machine may have no GPU
         torch.cuda, is_available=lambda: True, device_count=lambda: processes or 1, is_bf16_supported=lambda *_: True
     )
     launchers = mock.patch.multiple(launch, **_accelerate_launchers(line, environments, commands))
@@ -223,8 +225,8 @@ def accelerate(args: Namespace, line: str) -> Command:
 
 
 def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Command]) -> dict[str, Any]:
-    """Return a function for each of accelerate's launchers: it adds to `commands` what that launcher would start, with
-    the environment that accelerate makes for it, or refuses the command `line`."""
+    """Return a function for each of accelerate's launchers. It adds to `commands` the script that the launcher would
+    start, with the environment that accelerate prepares, or raises SpecError about the command `line`."""
 
     def start(args: Namespace, environment: Mapping[str, str], ranks: bool = True) -> None:
         environment = {name: value for name, value in environment.items() if os.environ.get(name) != value}
@@ -260,7 +262,7 @@ def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Co
 
 def _deepspeed(words: Sequence[str]) -> Command:
     _need("deepspeed")
-    with mock.patch.dict(os.environ, {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}):  # it warns of none
+    with mock.patch.dict(os.environ, {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}):  # else it warns
         check("deepspeed.launcher.runner")
     runner = import_module("deepspeed.launcher.runner")
     args = _parsed("deepspeed", runner.parse_args, words)
@@ -286,7 +288,7 @@ def _deepspeed(words: Sequence[str]) -> Command:
 
 
 def _need(library: str) -> None:
-    if find_spec(library) is None and not os.path.exists(library):  # a folder that Python will find
+    if find_spec(library) is None and not os.path.exists(library):  # a folder that Python would import
         package = {"swift": "ms-swift", "megatron": "megatron-core"}.get(library, library)
         raise NotAvailable(f"{library} is not installed; pip install {package} beside llmlab, or describe the run to "
                            "`llmlab simulate` (--from reads settings of engines)")  # fmt: skip

@@ -1,7 +1,7 @@
-"""Data sets and metrics that a script loads by name: rows of the user's own, and scores that nobody computes.
+"""Data sets and metrics that a script loads by name: rows from the user's files, and scores with a fixed value.
 
-torchvision's data sets are files where it keeps them. It would take only its own, by their checksums; a few pictures of
-the user's own, in the same format, do here.
+torchvision reads its data sets from files in its own folder, and normally accepts only published files, by their
+checksums. Here, a few pictures of the user's in the same format are enough.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from ..simulation.patching.imports import on_import
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 SPLITS = ("train", "validation", "test")
 TORCHVISION = "torchvision.datasets.utils"
-SCORE = 1.0  # as of every number that the card would have computed
+SCORE = 1.0  # like every number that the GPU would have computed
 
 
 def read_data(given: tuple[str, ...]) -> dict[str, str]:
-    """Return the files by name that NAME=FILE say. Raises SpecError for what is none."""
+    """Return the files by data set name from texts NAME=FILE. Raises SpecError for any other text, and for a file that
+    does not exist or has an unsupported type."""
     found = {}
     for each in given:
         name, equals, path = each.partition("=")
@@ -41,7 +42,7 @@ def read_data(given: tuple[str, ...]) -> dict[str, str]:
 
 @contextmanager
 def data_by_name(files: Mapping[str, str]) -> Iterator[None]:
-    """Let `datasets` read the rows of `files` by their names, `evaluate` have every metric, torchvision any file."""
+    """Let `datasets` load the rows of `files` by name, `evaluate` load any metric, and torchvision accept any file."""
     with ExitStack() as stack:
         hooks: dict[str, Callable[[], Any]] = {
             "datasets": lambda: stack.enter_context(_rows(files)),
@@ -73,7 +74,7 @@ def _rows(files: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _any_checksum() -> Iterator[None]:
-    """Take a file that lies where torchvision keeps its data for what it should be."""
+    """Let torchvision accept any file in its data folder, with a warning if the checksum differs."""
     utils: Any = import_module(TORCHVISION)
     real = utils.check_md5
 
@@ -107,7 +108,7 @@ def _metrics() -> Iterator[None]:
 
 
 class _Metric:
-    """What stands in for a metric of `evaluate`."""
+    """Replaces a metric of `evaluate` that is not installed."""
 
     def add(self, **kwargs: Any) -> None: ...
 
@@ -118,7 +119,7 @@ class _Metric:
 
 
 class _Scores(dict):
-    """Has every score that is asked for."""
+    """A dict that has any score that is looked up."""
 
     def __missing__(self, name: str) -> float:
         return SCORE

@@ -1,4 +1,4 @@
-"""What keeps tensors of earlier steps: variables of the running script whose tensors or graphs grow with each step."""
+"""Finds variables that keep tensors of earlier steps: those whose tensors or autograd graphs grow with each step."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from torch import Tensor
 from ..base.compat import DisableTorchFunction
 from ..base.files import is_library
 
-VISITS = 10_000  # objects in a variable that are looked at, the latest ones first
+VISITS = 10_000  # objects examined per variable, the last ones first
 CALLS = "append|appendleft|add|extend|insert|update|setdefault"
 GROWS = rf"\b{{name}}\b(.*\.({CALLS})\(|\[.+\]\s*=[^=]|\s*[+*|-]=|\s*=.*\b{{name}}\b)"
-OWN = ("_parameters", "_buffers", "_modules")  # attributes of a module that hold its weights
+OWN = ("_parameters", "_buffers", "_modules")  # attributes of a module that contain its weights
 
 
 class Holder(NamedTuple):
-    """A variable, or an attribute of one, and the file in which it is written to; `has_graph`: of autograd nodes."""
+    """A variable, or an attribute of one, and the file that writes to it; `has_graph`: whether its tensors keep
+    autograd nodes."""
 
     name: str
     file: str
     has_graph: bool
 
     def __str__(self) -> str:
-        """Say where it grows: the first line of the file that adds to it."""
+        """Return the place where it grows: the first line of the file that adds to it."""
         wanted = re.compile(GROWS.format(name=re.escape(self.name)))
         for number, line in enumerate(getlines(self.file), 1):
             if wanted.search(line):
@@ -41,10 +42,10 @@ class Holder(NamedTuple):
 
 
 def holders(on_gpu: Callable[[Tensor], bool]) -> dict[Holder, int]:
-    """Return each variable of the user's running functions that holds tensors on the GPU: how many, graph nodes too."""
+    """Return the number of GPU tensors and autograd nodes that each variable of the user's running functions keeps."""
     counts: dict[Holder, int] = {}
     frame: FrameType | None = sys._getframe(1)
-    with DisableTorchFunction():  # reading an attribute is no code of the user's
+    with DisableTorchFunction():  # so that reading an attribute runs no user code
         while frame is not None:
             file = frame.f_code.co_filename
             if not is_library(file) and not file.startswith("<"):
@@ -54,13 +55,13 @@ def holders(on_gpu: Callable[[Tensor], bool]) -> dict[Holder, int]:
                     if tensors:
                         counts[Holder(name, where, nodes > 0)] = tensors + nodes
                 if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(local, dict):
-                    local.clear()  # before Python 3.13 a copy, which the function would keep: its tensors would stay
+                    local.clear()  # before Python 3.13, the frame keeps this copy and its tensors
             frame = frame.f_back
     return counts
 
 
 def _variables(scope: Mapping[str, Any], file: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield variables with the file that writes to them, and the attributes of those that are objects."""
+    """Yield the name, the writing file and the value of each variable, or of its attributes if it is an object."""
     for name, value in list(scope.items()):
         if name.startswith("__") or issubclass(type(value), (ModuleType, FunctionType, type, ProxyType)):
             continue
@@ -73,7 +74,7 @@ def _variables(scope: Mapping[str, Any], file: str) -> Iterator[tuple[str, str, 
 
 
 def _counted(value: Any, on_gpu: Callable[[Tensor], bool]) -> tuple[int, int]:
-    """Return how many tensors on the GPU `value` holds, and how many autograd nodes those keep."""
+    """Return the number of GPU tensors in `value`, and the number of autograd nodes that they keep."""
     tensors = nodes = 0
     waiting, visits = [value], 0
     while waiting and visits < VISITS:
@@ -90,7 +91,7 @@ def _counted(value: Any, on_gpu: Callable[[Tensor], bool]) -> tuple[int, int]:
 
 
 def _is_plain(container: Collection[Any]) -> bool:
-    """Return whether iterating over `container` runs no code of anybody's: a data set would load its rows."""
+    """Return whether iterating over `container` runs only built-in code; a data set, for example, would load rows."""
     return type(container).__module__ in ("builtins", "collections") and not isinstance(container, (str, bytes))
 
 

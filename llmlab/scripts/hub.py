@@ -1,7 +1,7 @@
-"""Models that a script loads by name: where only a config is there, a checkpoint without values stands in.
+"""Models that a script loads by name: if only a config is available, a checkpoint without values replaces the weights.
 
-A config comes from Hugging Face's cache, from llmlab's presets, or from the user. The weights are made when a class of
-transformers first loads them, and saved in the memory of the simulation, so that the library's own loading runs.
+A config comes from the Hugging Face cache, from llmlab's presets, or from the user. The weights are created when a
+class of transformers first loads them, and saved in the simulation's memory, so that the library's own loading runs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..specs.model import models
 from .missing import GIVE
 
 REVISION = "0" * 40
-# The names that these models had on the hub, and have now.
+# The former names of these models on the hub, and their current ones.
 MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
-FEW_TOKENS = 256  # a tokenizer with fewer cannot write every byte: it has its special tokens alone
+FEW_TOKENS = 256  # a tokenizer with fewer cannot encode every byte, so it has only special tokens
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
 def read_configs(given: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Return the configs by name that NAME=config.json say. Raises SpecError for what is none."""
+    """Return the configs by model name from texts NAME=config.json. Raises SpecError for any other text, and for a file
+    that is no transformers config."""
     found = {}
     for each in given:
         name, equals, path = each.partition("=")
@@ -51,9 +52,9 @@ def read_configs(given: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Let transformers find `configs`, the presets and what is in Hugging Face's cache, and ask no network.
+    """Let transformers find `configs`, the presets and the content of the Hugging Face cache, without network access.
 
-    It is entered inside a simulator.
+    Enter it inside a simulator.
     """
     known = {name: find_model(name).config for name in models()}
     known |= {alias: known[name] for name, alias in MOVED.items() if name in known}
@@ -65,7 +66,7 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         constants = sys.modules.get("huggingface_hub.constants")
         if constants is not None:  # it has read the environment
             stack.enter_context(mock.patch.multiple(constants, HF_HUB_CACHE=folder, HF_HUB_OFFLINE=True))
-        old = sys.modules.get("transformers.utils.hub")  # of transformers 4, which has read the environment too
+        old = sys.modules.get("transformers.utils.hub")  # of transformers 4, which has also read the environment
         if hasattr(old, "TRANSFORMERS_CACHE"):
             stack.enter_context(mock.patch.object(old, "TRANSFORMERS_CACHE", folder))
         hooks: dict[str, Callable[[], Any]] = {
@@ -78,7 +79,7 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
 
 def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]], given: set[str]) -> None:
-    """Make a cache of links to the real one, in which each of `configs` has an entry; `given` ones hide a real one."""
+    """Fill a cache with links to the real one and an entry for each of `configs`; `given` ones replace real entries."""
     real = hub_cache.folder()
     entries = {path.name: path for path in real.iterdir()} if real.is_dir() else {}
     for name, config in configs.items():
@@ -95,7 +96,7 @@ def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]], given: set[str
         main = path / "refs" / "main"
         snapshot = path / "snapshots" / main.read_text("utf-8").strip() if main.is_file() else path
         if entry.startswith("models--") and (snapshot / "config.json").is_file() and not _has_weights(snapshot):
-            here = folder / entry / "snapshots" / snapshot.name  # a folder of our own, for the weights
+            here = folder / entry / "snapshots" / snapshot.name  # our own folder, for the weights
             here.mkdir(parents=True)
             (folder / entry / "refs").symlink_to(path / "refs")
             for file in snapshot.iterdir():
@@ -110,7 +111,7 @@ def _has_weights(folder: Path) -> bool:
 
 @contextmanager
 def _weights_made(cache: Path) -> Iterator[None]:
-    """Let from_pretrained of transformers' models make the checkpoint where only the config is there."""
+    """Let from_pretrained of transformers' models create the checkpoint if there is only a config."""
     from transformers import PreTrainedModel
 
     real = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
@@ -129,7 +130,7 @@ def _weights_made(cache: Path) -> Iterator[None]:
 
 @contextmanager
 def _tokenizers_with_files() -> Iterator[None]:
-    """Refuse a tokenizer whose files are not here: transformers 5 makes one with no tokens, and says nothing."""
+    """Refuse a tokenizer whose files are missing, because transformers 5 silently creates one without tokens."""
     from transformers import PreTrainedTokenizerBase
 
     real = PreTrainedTokenizerBase.from_pretrained.__func__  # type: ignore[attr-defined]
@@ -137,7 +138,7 @@ def _tokenizers_with_files() -> Iterator[None]:
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         tokenizer = real(cls, name, *args, **kwargs)
         files = tokenizer.vocab_files_names
-        read = [each for each in files if tokenizer.init_kwargs.get(each) is not None]  # some classes forget it
+        read = [each for each in files if tokenizer.init_kwargs.get(each) is not None]  # some classes do not record it
         if files and not read and len(tokenizer) < FEW_TOKENS:
             raise NotAvailable(f"the tokenizer of {name}: {' or '.join(files.values())} is missing; {GIVE}")
         return tokenizer
@@ -172,8 +173,8 @@ def _snapshot(cache: Path, name: str, subfolder: str) -> Path | None:
 
 
 def _save(cls: Any, folder: Path, config: Any) -> None:
-    """Put the weights of a model of class `cls`, as its config says it, without values into `folder`; nothing else,
-    which is the user's, or links to what is."""
+    """Save the weights of a model of class `cls` with this config, without values, into `folder`. Write nothing else,
+    because the other files are the user's, or links to them."""
     import torch
 
     config = cls.config_class.from_pretrained(folder) if config is None else config
@@ -187,7 +188,7 @@ def _save(cls: Any, folder: Path, config: Any) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Say nothing of a checkpoint that is made, not even that its files are not written: it is not the script's."""
+    """Silence all messages about a checkpoint that we create, because the script does not create it."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

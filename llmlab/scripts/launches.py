@@ -1,4 +1,4 @@
-"""Launches by a script: the command that it starts, or rank 0 of the ranks that a library starts, runs in this process.
+"""Launches by a script: a command that it starts, or rank 0 of the ranks that a library starts, runs in this process.
 
 `tune run`, `swift sft`, `axolotl train`, `llamafactory-cli train` and `trl sft` start Python or a launcher; Lightning's
 Trainer and Fabric, and Ray's TorchTrainer, start their ranks themselves.
@@ -37,7 +37,8 @@ EXECS = ("execv", "execve", "execvp", "execvpe")
 
 
 class Launches:
-    """The launches of one run of `script`: `execute` runs what one starts, and `notes` are sentences for the report."""
+    """The launches of one run of `script`: `execute` runs a launched command, and `notes` are sentences for the
+    report."""
 
     def __init__(self, watch: Watch, script: Command, execute: Callable[[Command], None]) -> None:
         self.watch, self.script, self.execute = watch, script, execute
@@ -45,7 +46,7 @@ class Launches:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow what is started until the block ends."""
+        """Follow launches until the block ends."""
         with ExitStack() as stack:
             patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
             stack.enter_context(mock.patch.dict(os.environ))
@@ -68,7 +69,7 @@ class Launches:
                 trainer = sys.modules["ray.train.torch"].TorchTrainer
                 patch(trainer, "__init__", self._workers(trainer.__init__))
 
-            def launch() -> None:  # which trl calls with options of its own
+            def launch() -> None:  # trl calls it with its own options
                 module = sys.modules[ACCELERATE]
 
                 @wraps(module.launch_command)
@@ -103,7 +104,7 @@ class Launches:
         return exec_
 
     def _trains(self, words: list[str]) -> bool:
-        """Whether `words` start a launcher, or are Python code that a library's command starts."""
+        """Whether `words` start a launcher, or Python code on behalf of a library's command."""
         name, *others = words
         if Path(name).name in LAUNCHERS:
             return True
@@ -112,11 +113,11 @@ class Launches:
         first, second = (*[each for each in others if each != "-u"], "", "")[:2]
         if first == "-m":
             return second in LAUNCHING_MODULES or (self.script.tool and second.partition(".")[0] not in INSTALLERS)
-        # torch's are Inductor's workers.
+        # Scripts in torch's folder are Inductor's workers.
         return self.script.tool and first.endswith(".py") and not first.startswith(os.path.dirname(torch.__file__))
 
     def _go_on(self, started: Command, environment: Mapping[str, str] | None) -> None:
-        """Run what a script starts, as rank 0, and then end the script, which would only wait for that."""
+        """Run the launched command as rank 0, and then end the script, which would only wait for the command."""
         if environment is not None:
             os.environ.update(environment)
         os.environ.update(started.environment)
@@ -137,7 +138,7 @@ class Launches:
         self.watch.where = replace(self.watch.where, world_size=ranks)
 
     def _devices(self, real: Callable[..., None]) -> Callable[..., None]:
-        """The constructor of Lightning's Trainer or Fabric: `devices` are ranks that it would start."""
+        """Return the constructor of Lightning's Trainer or Fabric that simulates a rank for each of its `devices`."""
 
         @wraps(real)
         def init(owner: Any, *args: Any, **options: Any) -> None:
@@ -150,8 +151,8 @@ class Launches:
         return init
 
     def _workers(self, real: Callable[..., None]) -> Callable[..., None]:
-        """The constructor of Ray's TorchTrainer: its loop runs here, as Ray's own local mode runs it, which takes the
-        ranks from the environment."""
+        """Return the constructor of Ray's TorchTrainer that runs its loop here, as in Ray's own local mode, which reads
+        the ranks from the environment."""
 
         @wraps(real)
         def init(owner: Any, *args: Any, scaling_config: Any = None, **options: Any) -> None:
@@ -168,7 +169,7 @@ class Launches:
 
 
 def _number(devices: Any) -> int:
-    """Return how many devices Lightning's `devices` are: a number, a list of their indices, "auto" or -1 for all."""
+    """Return the number of devices in Lightning's `devices`: a number or a list of indices; 1 for "auto" or -1."""
     if isinstance(devices, str):
         devices = devices.strip().strip("[]")
         devices = [each for each in devices.split(",") if each] if "," in devices else devices

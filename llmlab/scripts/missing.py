@@ -1,4 +1,4 @@
-"""What a script asks for and is not here, said by its name: models, data sets, metrics, files of the network."""
+"""Errors that name a resource a script needs and does not find: models, data sets, metrics, downloads, packages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from ..base.errors import NotAvailable
 
 NOT_THE_USERS = (str(Path(__file__).parents[1]), sys.base_prefix, "<frozen")
-# Errors of huggingface_hub and datasets, by name: neither need be imported.
+# Errors of huggingface_hub and datasets, by name, so that neither has to be imported.
 NOT_ON_HUB = (
     "LocalEntryNotFoundError", "OfflineModeIsEnabled", "RepositoryNotFoundError", "DatasetNotFoundError",
     "EntryNotFoundError",
 )  # fmt: skip
-# What the libraries say where the error has no type of its own.
+# Messages of the libraries for errors without their own type.
 SAID_OF_HUB = (
     "Can't load tokenizer for", "Couldn't instantiate the backend tokenizer", "Couldn't find cache for",
     "Couldn't find a module script", "on the Hub (",
@@ -29,7 +29,7 @@ NETWORK = (
     "ClientConnectorDNSError", "SSLError",
 )  # fmt: skip
 NO_ANSWER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
-# What libraries say of an error that they then drop: torchvision's MNIST, torch.hub.
+# Messages of libraries that drop the original error: torchvision's MNIST, torch.hub.
 SAID_OF_NETWORK = ("<urlopen error", "no internet connection")
 URL = re.compile(r"(https?|ftp)://\S+")
 GIVE = (
@@ -38,7 +38,7 @@ GIVE = (
     "model and --data NAME=rows.jsonl for a data set"
 )
 FETCH = "the network did not answer. Put the file where the script looks for downloads, or give the script a local file"
-# More to do, by what the address ends with: files of weights, and of data.
+# Further advice by the ending of the address: for files of weights, and of data.
 INSTEAD = {
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar", ".gguf"): "Random weights take as much memory, so the "
     "script can also build the model without pretrained ones",
@@ -52,7 +52,7 @@ UNSLOTH = NotAvailable(
 
 
 def refused(error: BaseException) -> NotAvailable | None:
-    """Return what to say of an error that means that something is not here; None for another."""
+    """Return the NotAvailable for an error that is caused by a missing resource; None for any other error."""
     errors = list(chain(error))
     said = " ".join(str(error).split())
     if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
@@ -72,7 +72,7 @@ def refused(error: BaseException) -> NotAvailable | None:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Give the error, and those that led to it."""
+    """Yield the error, and then the errors that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -86,7 +86,7 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _address(errors: list[BaseException]) -> str | None:
-    """Return the URL that was asked for, else the host: a variable of those who asked, the innermost first."""
+    """Return the requested URL, else the host, from the variables in the traceback, the innermost frame first."""
     frames = [frame for error in errors for frame, _ in traceback.walk_tb(error.__traceback__)]
     texts = (value for frame in reversed(frames) for value in frame.f_locals.values() if isinstance(value, str))
     hosts = (frame.f_locals["host"] for frame in frames if isinstance(frame.f_locals.get("host"), str))
@@ -94,7 +94,7 @@ def _address(errors: list[BaseException]) -> str | None:
 
 
 def script_line(error: BaseException) -> str:
-    """Return the line of the script that asked, in parentheses; nothing where no file of the user's is on the way."""
+    """Return the line of the user's script that led to the error, in parentheses; "" if there is none."""
     frames = [summary for each in chain(error) for summary in traceback.extract_tb(each.__traceback__)]
     for frame in reversed(frames):
         if not frame.filename.startswith(NOT_THE_USERS) and "-packages" not in frame.filename:

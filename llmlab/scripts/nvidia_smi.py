@@ -1,4 +1,4 @@
-"""The command nvidia-smi, for scripts that call it: it names the simulated card, and says that there is no driver."""
+"""The command nvidia-smi, for scripts that call it: it names the simulated GPU, and says that there is no driver."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unittest import mock
 
 from ..hardware.gpu import GPU
 
-NO_DRIVER = 9  # its exit code where it cannot ask the driver: nvidia-smi(1)
+NO_DRIVER = 9  # its exit code if it cannot reach the driver: nvidia-smi(1)
 
 
 @contextmanager
 def nvidia_smi(gpu: GPU) -> Iterator[None]:
-    """Put the command before all others of the PATH; asked for a quantity (--query-gpu ...) it fails."""
+    """Put the command first on the PATH. It fails if it is called with any argument, such as --query-gpu."""
     said = f"{gpu.name}, {gpu.memory >> 20} MiB, simulated by llmlab run: there is no driver to ask"
     with tempfile.TemporaryDirectory(prefix="llmlab-bin-") as folder:
         command = Path(folder, "nvidia-smi")

@@ -1,4 +1,4 @@
-"""Processes that a script starts by multiprocessing: they share the simulated card, and what they take is told."""
+"""Processes that a script starts by multiprocessing: they run on the simulated GPU, and their peaks are recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORKS = hasattr(os, "fork")
 
 
 class Processes:
-    """The processes of one run: `taken` has the peak of each that used the card, in bytes."""
+    """The processes of one run: `taken` has the peak memory, in bytes, of each process that used the GPU."""
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
@@ -26,14 +26,14 @@ class Processes:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Fork each process, also where the script asks for "spawn", so that it has the simulated card."""
+        """Fork each process, even if the script asks for "spawn", so that it has the simulated GPU."""
         real = BaseProcess.run
         with TemporaryDirectory(prefix="llmlab-processes-") as folder:
 
             def run(process: BaseProcess) -> None:
                 import torch
 
-                torch.set_num_threads(1)  # the threads of the process it was forked from are not here to wait for
+                torch.set_num_threads(1)  # the threads of the parent do not exist in a forked process
                 before = self.sim.peak_allocated
                 try:
                     with suppress(Enough):

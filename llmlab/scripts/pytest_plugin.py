@@ -1,11 +1,11 @@
-"""The pytest fixture `simulated_gpu`: a test that fails when training no longer fits on a card.
+"""The pytest fixture `simulated_gpu`, for tests that fail when training no longer fits on a GPU.
 
     def test_fits(simulated_gpu):
         with simulated_gpu("A100-40GB", max_gib=38):
             train()
 
-`pytest --update-memory` stores what the passing tests took beside their file, as NAME.memory.json; a test that fails
-later says which modules have grown since. torch is imported by the first test that asks for the fixture.
+`pytest --update-memory` stores the memory of passing tests next to their file, as NAME.memory.json. A test that fails
+later names the modules that have grown since. torch is imported by the first test that uses the fixture.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def simulated_gpu(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[Simulator]]:
-    """Return `simulated_gpu(gpu, max_gib=None, world_size=None, assume=None)`: a block in which that card is simulated.
+    """Return `simulated_gpu(gpu, max_gib=None, world_size=None, assume=None)`: a context manager that simulates that
+    GPU.
 
-    The test fails where the code inside runs out of the card's memory, or where the process would take more than
-    `max_gib` (2^30 bytes, the CUDA context included).
+    The test fails if the code in the block runs out of GPU memory, or if the process would use more than `max_gib`
+    (in units of 2^30 bytes, with the CUDA context).
     """
     from .watch import RAN_OUT_OF_MEMORY, Conditions, is_out_of_memory, watched
 
@@ -69,7 +70,7 @@ def simulated_gpu(request: pytest.FixtureRequest) -> Callable[..., AbstractConte
 
 
 class _Stored:
-    """What the tests of one file took when it was stored, in bytes by test and module."""
+    """The stored memory of the tests of one file, in bytes by test and module."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.path = Path(request.path).with_suffix(".memory.json")
@@ -85,7 +86,8 @@ class _Stored:
             write_whole(self.path, json.dumps({**self._read(), report.command: taken}, indent=1, sort_keys=True) + "\n")
 
     def explain(self, report: ScriptReport) -> str:
-        """Return what a failing test says: by how much, and which modules have grown, or are the largest."""
+        """Return the message of a failing test: its memory, the limit, and the modules that have grown, or the
+        largest ones if nothing was stored."""
         taken, room = (report.peak_reserved or 0), report.limit or report.capacity
         head = f"{report.command} takes {show_bytes(report.process or taken)} of {report.gpu}'s {show_bytes(room)}"
         if report.where:

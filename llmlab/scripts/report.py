@@ -1,4 +1,4 @@
-"""The answer of `llmlab run`: what one script took on the simulated card."""
+"""The result of `llmlab run`: the memory and time of one script on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SHOWN_MODULES = 8  # rows of the printed table; --json has all
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ScriptReport(Tabular):
-    """What a script took on a card, over its whole run; all sizes are bytes.
+    """The memory and time of a script on a GPU over its whole run; all sizes are bytes.
 
-    `process` is what the driver would show: reserved bytes, CUDA context and NCCL's buffers; None where those are not
-    known. The script fits where it is within `capacity`, the card's memory, and within `limit` if one was given.
-    `needed` is what a run that did not fit would have taken with enough room. `steps` counts updates of the weights;
-    the steps of several optimizers can be one update. `step_seconds` is the median over the updates after the first,
-    without communication between ranks; None where a kernel's time is not known. `step_seconds_low` to
+    `process` is the memory that the driver would show: reserved bytes, CUDA context and NCCL's buffers; None if these
+    are not known. The script fits if this is within `capacity`, the GPU's memory, and within `limit` if one was given.
+    `needed` is the memory that a run that did not fit would have used with enough room. `steps` counts updates of the
+    weights; the steps of several optimizers can be one update. `step_seconds` is the median over the updates after the
+    first, without communication between ranks; None if a kernel's time is not known. `step_seconds_low` to
     `step_seconds_high` is its 80 % interval, None with several ranks. `phases` has the peak of each phase, `growth` the
     bytes that the last step left behind, by module and line.
     """
@@ -50,7 +50,7 @@ class ScriptReport(Tabular):
     notes: tuple[Note, ...] = ()
 
     def to_json(self) -> str:
-        """Return the report as JSON text; a figure that is not known is null."""
+        """Return the report as JSON text; unknown values are null."""
         return json.dumps({**asdict(self), "notes": notes_to_json(self.notes)}, indent=1)
 
     def _table(self) -> Table:

@@ -1,7 +1,7 @@
-"""Run a script on a simulated card: `llmlab run`.
+"""Runs a script on a simulated GPU: `llmlab run`.
 
-The script runs as it stands, in this process, as rank 0 of its ranks. It ends after so many optimizer steps, whatever
-loop it has, and what it writes goes to a folder of its own.
+The script runs unchanged, in this process, as rank 0 of its ranks. It ends after a given number of optimizer steps,
+whatever its loop, and the files that it writes go to a separate folder.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def run_script(
     on_step: Callable[[Watch], None] = lambda watch: None,
     on_end: Callable[[Watch], None] = lambda watch: None,
 ) -> ScriptReport:
-    """Return what `script` takes; the files it writes go to `folder`.
+    """Return the report on the memory and time of `script`; the files that it writes go to `folder`.
 
-    `configs` are of models that it loads by name, `data` the files of data sets. `on_step` is called after each
-    optimizer step, `on_end` before the simulator closes. Raises NotAvailable where the script does what is not
-    simulated, or asks for what is not here, and ScriptFailed where it fails by itself.
+    `configs` are the configs of models that it loads by name, `data` the files of data sets. `on_step` is called after
+    each optimizer step, `on_end` before the simulator closes. Raises NotAvailable if the script does something that is
+    not simulated, or needs something that is missing, and ScriptFailed if it fails by itself.
     """
     with mock.patch.dict(os.environ, script.environment), watched(where, on_step) as watch:
         if where.world_size is not None and script.gpus_per_node is not None:
@@ -65,11 +65,11 @@ def run_script(
         except KeyboardInterrupt:
             watch.ended = INTERRUPTED
         except (Exception, SystemExit) as error:
-            # What came after the last step is no longer the run's; a script may have turned its end into an error.
+            # Errors after the last step are ignored: a script may have turned its end into an error.
             if not watch.is_done and not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 if not is_out_of_memory(error) and not (isinstance(error, SystemExit) and watch.sim.out_of_memory):
                     raise _verdict(script, error) from None
-                watch.ended = RAN_OUT_OF_MEMORY  # also where the script, or what runs it, caught the error to say so
+                watch.ended = RAN_OUT_OF_MEMORY  # even if the script, or its runner, caught the error
         watch.elsewhere = processes.taken
         on_end(watch)
         report = watch.report(str(script))
@@ -77,7 +77,7 @@ def run_script(
 
 
 def _hidden(watch: Watch, visible: str) -> tuple[Note, ...]:
-    """Return a note if the script, started without a launcher, may see more GPUs than the one that is simulated."""
+    """Return a note if the script, started without a launcher, would see more GPUs than the simulated one."""
     if "," not in visible or watch.where.world_size is not None or watch.sim.ranks > 1:
         return ()
     return (Note("one-gpu-simulated", f"CUDA_VISIBLE_DEVICES={visible} names several GPUs, of which one is simulated. "
@@ -87,7 +87,7 @@ def _hidden(watch: Watch, visible: str) -> tuple[Note, ...]:
 def _execute(script: Command) -> None:
     """Run the script as Python would."""
     first = os.getcwd() if script.module else os.path.dirname(os.path.abspath(script.target))
-    more = script.environment.get("PYTHONPATH", "").split(os.pathsep)  # accelerate's launcher of DeepSpeed sets it
+    more = script.environment.get("PYTHONPATH", "").split(os.pathsep)  # set by accelerate's launcher for DeepSpeed
     with (
         mock.patch.object(sys, "argv", [script.target, *script.arguments]),
         mock.patch.object(sys, "path", [first, *filter(None, more), *sys.path]),
@@ -99,32 +99,32 @@ def _execute(script: Command) -> None:
 
 
 def _verdict(script: Command, error: BaseException) -> NotAvailable | ScriptFailed:
-    """Return what to say of the error that ended the script.
+    """Return the exception to raise for the error that ended the script.
 
-    Hydra and their like show an error and call sys.exit(1): what counts is the error that they caught.
+    Libraries such as Hydra show an error and call sys.exit(1), so the error that they caught is used.
     """
     caught = error.__context__ if isinstance(error, SystemExit) else error
-    if isinstance(caught, Exception) and not isinstance(caught, ArgumentError):  # whose message argparse has printed
+    if isinstance(caught, Exception) and not isinstance(caught, ArgumentError):  # argparse has printed its message
         return _said(caught) or _failure(caught)
     assert isinstance(error, SystemExit)
     return ScriptFailed(f"{script.target} called sys.exit({error.code!r})")
 
 
 def _said(error: BaseException) -> NotAvailable | None:
-    """Return what the simulator says of an error that comes from its own, or from what is not here."""
+    """Return a NotAvailable if the error comes from the simulator, or from a missing resource, else None."""
     from ..simulation.values.placeholders import WAY_ROUND, Unknown
 
     for each in chain(error):
         if isinstance(each, NotAvailable):
             return each if ", line " in str(each) else NotAvailable(f"{each}{script_line(each)}")
-        if isinstance(each, TypeError) and Unknown.__name__ in str(each):  # torch's, of a size
+        if isinstance(each, TypeError) and Unknown.__name__ in str(each):  # torch's error about a size
             line = traceback.extract_tb(each.__traceback__)[-1]
             return NotAvailable(f"{each}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
     return refused(error)
 
 
 def _failure(error: BaseException) -> ScriptFailed:
-    """Return the script's own traceback, without the lines of what ran it."""
+    """Return the script's own traceback, without the frames of llmlab and runpy."""
     told = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in told.stack if not frame.filename.startswith(OURS)]
     told.stack = traceback.StackSummary.from_list(frames)

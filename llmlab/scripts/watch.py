@@ -1,4 +1,4 @@
-"""What a piece of code takes on a simulated card: its optimizer steps counted and timed, and the report of it."""
+"""Watches code on a simulated GPU: counts and times its optimizer steps, and reports its memory."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ..simulation.simulator import EAGER_TOO_LARGE, Simulator, simulator
 from .holders import Holder, holders
 from .report import ScriptReport
 
-ROOMY = 2**50  # bytes: of a card on which nothing runs out
+ROOMY = 2**50  # bytes of a GPU that never runs out of memory
 RAN_TO_ITS_END, RAN_OUT_OF_MEMORY, INTERRUPTED = "ran to its end", "ran out of memory", "was interrupted"
 NO_NETWORK = Note("no-communication", "The time per step leaves out communication between ranks.")
 CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory once; the script caught the error and went on.")
 
 
 class Enough(BaseException):
-    """Ends a script after its last step. No Exception, so that a script which catches those does not go on."""
+    """Ends a script after its last step. It is no Exception, so that a script that catches those does not go on."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The machine that is simulated, and when to end.
+    """The simulated machine, and the number of steps after which to end.
 
-    `world_size`: the ranks that a launcher starts, of which this is rank 0; None without one. `steps`: the updates
-    after which the code ends, None for its own end; of code without an optimizer, backward passes. `limit`: the bytes
-    that the process may take of the card, None for all. `assume` is that of `lab.simulator`. `roomy` gives the
-    card more memory than any code takes.
+    `world_size`: the number of ranks that a launcher starts, of which this is rank 0; None without a launcher. `steps`:
+    the number of updates (of backward passes, for code without an optimizer) after which the code ends; None runs it to
+    its own end. `limit`: the bytes of GPU memory that the process may use, None for all. `assume` is that of
+    `lab.simulator`. `roomy` gives the GPU more memory than any code needs.
 
-    Raises SpecError for numbers that cannot be.
+    Raises SpecError for impossible numbers.
     """
 
     gpu: GPU
@@ -64,7 +64,7 @@ class Conditions:
 
 @contextmanager
 def watched(where: Conditions, on_step: Callable[[Watch], None] = lambda watch: None) -> Iterator[Watch]:
-    """Simulate the card of `where` until the block ends; `on_step` is called after each step and backward pass."""
+    """Simulate the GPU of `where` until the block ends; `on_step` is called after each update and backward pass."""
     card = replace(where.gpu, memory=ROOMY) if where.roomy else where.gpu
     with simulator(card, assume=where.assume, world_size=where.world_size) as sim:
         watch = Watch(sim, where, on_step)
@@ -73,37 +73,37 @@ def watched(where: Conditions, on_step: Callable[[Watch], None] = lambda watch: 
 
 
 class Watch:
-    """The simulator `sim`, and the updates of the weights that ran in it, `steps`; `ended` says how the code ended.
+    """The simulator `sim` and the number of weight updates in it, `steps`; `ended` says how the code ended.
 
-    One update may call several optimizers, or one of them for a part of its parameters at a time. Known to end one are:
+    One update may call several optimizers, or one of them for one part of its parameters at a time. It ends with:
     - DeepSpeed's engine.step, in which ZeRO calls its optimizer for each group of parameters, or each part of a group;
-    - an optimizer's step outside of backward, if no optimizer has gradients that this update has not used;
-    - else, as where hooks step in backward, what must belong to the next one: a backward pass, or a step of the same
-      parameters.
-    A step that a GradScaler skips calls no optimizer, and a closure's backward passes lie inside of their step.
+    - an optimizer's step outside a backward pass, if no optimizer has gradients that this update has not used;
+    - otherwise, for example if hooks step in the backward pass, the first sign of the next update: a backward pass, or
+      another step of the same parameters.
+    A step that a GradScaler skips calls no optimizer, and a closure's backward passes are inside its step.
     """
 
     def __init__(self, sim: Simulator, where: Conditions, on_step: Callable[[Watch], None]) -> None:
         self.sim, self.where, self.on_step = sim, where, on_step
         self.steps, self.ended = 0, RAN_TO_ITS_END
-        self.passes = 0  # backward, of which a step has as many as micro-batches
-        self.refused: str | None = None  # what was not simulated, if the script asked for some
-        self.elsewhere: list[int] = []  # bytes that processes of the script's own took of the card
+        self.passes = 0  # backward passes; an update has one per micro-batch
+        self.refused: str | None = None  # the last error about code that is not simulated
+        self.elsewhere: list[int] = []  # peak bytes of the script's other processes on the GPU
         self._seconds: list[float] = []
-        self._untimed: str | None = None  # a dtype whose products take nobody knows how long
-        self._stepping: list[Any] = []  # optimizers, each inside the one before it
+        self._untimed: str | None = None  # a dtype whose matmuls have no known time
+        self._stepping: list[Any] = []  # optimizers whose step runs, each inside the one before it
         self._in_engine = False  # DeepSpeed's engine.step runs
         self._stepped: set[int] = set()  # ids of the parameters that this update has stepped
-        self._operators_done = 0  # how many operators had run after its last step
-        self._optimizers: WeakSet[Any] = WeakSet()  # all that there were when a new one first stepped
+        self._operators_done = 0  # the number of operators that had run after its last step
+        self._optimizers: WeakSet[Any] = WeakSet()  # all that existed when a new one first stepped
         self._has_optimizer = False
-        self._allocated = 0  # bytes as the last update ended
-        self._holders: dict[Holder, int] = {}  # what held tensors then, if memory grew
-        self._holder: Holder | None = None  # what holds more with each update
+        self._allocated = 0  # bytes at the end of the last update
+        self._holders: dict[Holder, int] = {}  # the holders of tensors then, if memory grew
+        self._holder: Holder | None = None  # the holder that grows with each update
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the updates of every optimizer until the block ends, and time what runs from one to the next."""
+        """Count the updates of every optimizer until the block ends, and time the operators between updates."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -127,7 +127,7 @@ class Watch:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Note each refusal of a line of the user's code: the script may catch it."""
+        """Record each NotAvailable for a line of the user's code, because the script may catch it."""
         real = NotAvailable.__init__
 
         def noting(error: NotAvailable, *args: Any) -> None:
@@ -139,11 +139,11 @@ class Watch:
             yield
 
     def _passed(self, real: Callable[..., None]) -> Callable[..., None]:
-        """torch.autograd.backward, counted: a script without an optimizer has no other steps."""
+        """Return torch.autograd.backward with a counter, because a script without an optimizer has no other steps."""
 
         @wraps(real)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if _in_backward():  # checkpointing's, of one block
+            if _in_backward():  # that of a checkpointed block
                 return real(*args, **kwargs)
             self._end_update()
             real(*args, **kwargs)
@@ -159,7 +159,7 @@ class Watch:
         return backward
 
     def _engine_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """DeepSpeedEngine.step, which is a whole update, or between micro-batches none."""
+        """Return DeepSpeedEngine.step with a counter: it is a whole update, or none between micro-batches."""
 
         @wraps(real)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ class Watch:
         self._stepped.update(id(each) for group in optimizer.param_groups for each in group["params"])
         self._operators_done = len(self._operators)
         if self._stepping or self._in_engine or _in_backward():
-            return  # another optimizer holds this one and steps it, or a part of the parameters was stepped
+            return  # another optimizer steps this one, or only part of the parameters stepped
         if optimizer not in self._optimizers:
             self._optimizers = WeakSet(_all_optimizers())
         waiting = (each for other in self._optimizers for each in _with_gradients(other))
@@ -196,14 +196,14 @@ class Watch:
             self._end_update()
 
     def _end_update(self) -> None:
-        """Count an update, if one has begun, and end the code after its last."""
+        """Count the current update, if there is one, and end the code after the last."""
         if not self._stepped:
             return
         self._count()
         if self.is_done:
             self.ended = f"was ended after {self.steps} optimizer step{'s' if self.steps > 1 else ''}"
         self.on_step(self)
-        if self.is_done:  # again where a script caught the end
+        if self.is_done:  # also again, if a script caught the end
             raise Enough
 
     def _count(self) -> None:
@@ -211,7 +211,7 @@ class Watch:
         self._find_holder()
         self.sim.end_step()
         self._stepped.clear()
-        later = self._operators[self._operators_done :]  # they belong to the next update
+        later = self._operators[self._operators_done :]  # those of the next update
         del self._operators[self._operators_done :]
         if (seconds := self._operators.seconds) is not None:
             self._seconds.append(seconds)
@@ -220,7 +220,7 @@ class Watch:
         self._operators[:] = later
 
     def _find_holder(self) -> None:
-        """Look for the variable that grows with memory; only where an update after the first takes more."""
+        """Find the variable that grows with memory, only if an update after the first ends with more memory."""
         if self._holder is None and self.steps > 1 and self.sim.allocated > self._allocated:
             now = holders(self.sim.holds)
             grown = {holder: size - self._holders[holder] for holder, size in now.items() if holder in self._holders}
@@ -231,11 +231,11 @@ class Watch:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps that were asked for were taken."""
+        """Whether all requested steps have run."""
         return self.where.steps is not None and self.steps >= self.where.steps
 
     def report(self, name: str) -> ScriptReport:
-        """Return what the code, called `name`, took until now."""
+        """Return the report on the code so far, under the name `name`."""
         if self._stepped and self.ended == RAN_TO_ITS_END:
             self._count()
         sim, where, timeline = self.sim, self.where, self.sim.timeline
@@ -294,7 +294,7 @@ class Watch:
         )
 
     def _growth(self, size: int) -> str:
-        """Return what keeps `size` bytes of every step, and when the memory will be full."""
+        """Return sentences that name what keeps `size` bytes of every step, and when the memory will be full."""
         text = f"Memory grows by {show_bytes(size)} with each step"
         if self._holder:
             graphs = " and their autograd graphs" if self._holder.has_graph else ""
@@ -307,7 +307,7 @@ class Watch:
 
 
 def _without_time(gpu: GPU, dtype: str) -> str:
-    """Return why products in `dtype` have no time."""
+    """Return the reason why matmuls in `dtype` have no known time."""
     if dtype == "bf16" and gpu.peak("bf16") is None:
         return f"has no bf16 units, and {EMULATED_BF16}; use fp16"
     return f"has no measured rate for {dtype}"
@@ -322,8 +322,8 @@ def _all_optimizers() -> list[Any]:
 def _with_gradients(optimizer: Any) -> list[Any]:
     from ..base.compat import DisableTorchFunction
 
-    groups = getattr(optimizer, "param_groups", ())  # accelerate's wrapper has those of what it wraps, if there are
-    with DisableTorchFunction():  # reading an attribute is no code of the user's
+    groups = getattr(optimizer, "param_groups", ())  # accelerate's wrapper has them if the wrapped one does
+    with DisableTorchFunction():  # so that reading an attribute runs no user code
         return [each for group in groups for each in group["params"] if each.grad is not None]
 
 
@@ -334,7 +334,7 @@ def _in_backward() -> bool:
 
 
 def _makes_states() -> bool:
-    """Whether torch.distributed.checkpoint takes the step, without a learning rate, to have states to load into."""
+    """Whether torch.distributed.checkpoint runs this step, without a learning rate, to create states to load into."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.optim.", "torch.utils.", __name__)):
         frame = frame.f_back
@@ -350,7 +350,7 @@ def _by_category(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the card's memory led to `error`, also where a library raised its own from that one."""
+    """Return whether an out-of-memory error of the GPU caused `error`, even if a library raised its own error."""
     import torch
 
     while error is not None:

@@ -1,8 +1,8 @@
-"""Files that a script writes: they go to a folder of their own, and the script finds them where it put them.
+"""Redirects the files that a script writes to a separate folder; the script finds them under its own paths.
 
-What is opened for writing, made, renamed or removed lands under `folder`, at the same path; reading looks there first.
-The files that were there before stay as they are. The temporary folder and the caches of libraries are left alone, and
-libraries that write by C code of their own (sqlite3, pyarrow, h5py) are not seen.
+A file that the script opens for writing, creates, renames or removes is stored under `folder`, at the same path, and
+reading looks there first. Files from before the run stay as they are. The temporary folder and the caches of libraries
+are not redirected, and neither are libraries that write with their own C code (sqlite3, pyarrow, h5py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ real_rmdir, real_truncate, real_rmtree = os.rmdir, os.truncate, shutil.rmtree
 
 
 class WrittenFiles:
-    """The files of one run, under `folder`; `removed` are those of before that the script removed."""
+    """The files of one run, under `folder`; `removed` are the files from before the run that the script removed."""
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.abspath(folder)
@@ -44,13 +44,13 @@ class WrittenFiles:
         caches = [os.environ[name] for name in CACHES if os.environ.get(name)]
         places = [*caches, os.path.expanduser("~/.cache"), "/dev", "/proc", "/sys", self.folder]
         temporary = os.path.abspath(tempfile.gettempdir())
-        if not os.getcwd().startswith(temporary):  # else it is where the script's own files are
+        if not os.getcwd().startswith(temporary):  # else the script's own files are in it
             places.append(temporary)
         self._left_alone = tuple(os.path.abspath(place) for place in places)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Let open() and the functions of os and shutil see both places until the block ends."""
+        """Let open() and the functions of os and shutil see the files in both places until the block ends."""
         replaced: list[tuple[Any, str, Callable]] = [
             (builtins, "open", self._open), (io, "open", self._open), (os, "open", self._descriptor),
             (os, "mkdir", self._mkdir), (os, "listdir", self._listdir), (os, "scandir", self._scandir),
@@ -70,7 +70,7 @@ class WrittenFiles:
 
     @contextmanager
     def _tokenizers(self) -> Iterator[None]:
-        """Let a tokenizer, which writes its file by compiled code, save under `folder`."""
+        """Let a tokenizer, which writes its file with compiled code, save under `folder`."""
         from transformers import PreTrainedTokenizerBase
 
         real = PreTrainedTokenizerBase.save_pretrained
@@ -85,10 +85,10 @@ class WrittenFiles:
         with mock.patch.object(PreTrainedTokenizerBase, "save_pretrained", save_pretrained):
             yield
 
-    # ---- where a path is
+    # ---- paths
 
     def _path(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Return the absolute form of a path that is looked after; None for a descriptor and what is left alone."""
+        """Return the absolute form of a path that is redirected; None for a descriptor, and for other paths."""
         if isinstance(path, int) or dir_fd is not None:
             return None
         name = os.path.abspath(os.fsdecode(path))
@@ -99,12 +99,12 @@ class WrittenFiles:
         return self.folder + path
 
     def _is_there(self, path: str) -> bool:
-        """Whether `path` was there before the run and was not removed in it."""
+        """Whether `path` existed before the run and was not removed in it."""
         gone = any(path == each or path.startswith(each + os.sep) for each in self.removed)
         return not gone and _exists(path)
 
     def _seen(self, path: str) -> str:
-        """Return where a reader finds `path`; raises FileNotFoundError."""
+        """Return the real path at which `path` is read. Raises FileNotFoundError."""
         written = self._written(path)
         if _exists(written):
             return written
@@ -116,7 +116,8 @@ class WrittenFiles:
         return _exists(self._written(path)) or self._is_there(path)
 
     def _to_write(self, path: str, keep: bool) -> str:
-        """Return where `path` is written; `keep`: what is in the file stays. Raises FileNotFoundError."""
+        """Return the real path at which `path` is written; with `keep`, the file keeps its content. Raises
+        FileNotFoundError if the folder does not exist, and IsADirectoryError for a folder."""
         self._seen(os.path.dirname(path))
         if os.path.isdir(path) and self._is_there(path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -207,7 +208,7 @@ class WrittenFiles:
             name = self._path(path)
             if name is None:
                 real(path, *args, **kwargs)
-            elif self._seen(name) != name:  # what was there before keeps its mode and times
+            elif self._seen(name) != name:  # files from before the run keep their mode and times
                 real(self._written(name), *args, **kwargs)
 
         return change

@@ -1,10 +1,11 @@
-"""Which rank is where in a mesh of data, tensor, pipeline and context parallelism.
+"""The positions of ranks in a mesh of data, tensor, pipeline and context parallelism.
 
     axis            tensor    context    data           pipeline          experts
     ranks apart     1         tp         tp · cp        tp · cp · dp      tp · cp, among the data-parallel ones
 
-Megatron-Core's order (parallel_state.py, initialize_model_parallel: "tp-cp-ep-dp-pp"): neighbours share what they send
-most often, so that it stays on a node's links. Llama 3 (arXiv 2407.21783, section 3.3.2) puts data parallelism last.
+This is Megatron-Core's order (parallel_state.py, initialize_model_parallel: "tp-cp-ep-dp-pp"). Neighbours communicate
+most often, so that this communication stays on a node's links. Llama 3 (arXiv 2407.21783, section 3.3.2) puts data
+parallelism last.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ AXES = ("tp", "cp", "dp", "pp")  # neighbours first
 
 
 def stride(run: Training, axis: str) -> int:
-    """Return how many devices lie between a rank and the next one along `axis`: "tp", "cp", "dp", "pp" or "ep".
+    """Return the distance in ranks between a rank and the next one along `axis`: "tp", "cp", "dp", "pp" or "ep".
 
     >>> stride(Training(tp=8, pp=4, dp=2), "pp")
     16
@@ -29,7 +30,7 @@ def stride(run: Training, axis: str) -> int:
 
 
 def coordinates(run: Training, rank: int) -> dict[str, int]:
-    """Return where `rank` is along each axis.
+    """Return the position of `rank` along each axis.
 
     >>> coordinates(Training(tp=2, dp=2, pp=2), 5)
     {'tp': 1, 'cp': 0, 'dp': 0, 'pp': 1}
@@ -40,7 +41,7 @@ def coordinates(run: Training, rank: int) -> dict[str, int]:
 
 
 def ranks_along(run: Training, axis: str, rank: int = 0) -> list[int]:
-    """Return the ranks that communicate with `rank` along `axis`, itself among them.
+    """Return the ranks that communicate along `axis` with `rank`, including itself.
 
     >>> ranks_along(Training(tp=2, dp=2, pp=2), "dp", 5)
     [5, 7]

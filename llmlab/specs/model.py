@@ -1,4 +1,4 @@
-"""ModelSpec: what a language model consists of, as numbers, read without torch.
+"""ModelSpec: the sizes of a language model, read from its config without torch.
 
     >>> spec = model("Llama-3.1-8B")
     >>> print(spec)
@@ -29,8 +29,8 @@ from .sizes import Sizes
 
 __all__ = ["FAMILIES", "MLA", "Linear", "ModelLike", "ModelSpec", "model", "models"]
 
-# Keys of a config.json that say nothing of the model's shape. The run decides dtype, attention and quantization;
-# auto_map would fetch code from a hub.
+# Keys of a config.json that do not affect the model's shape. The run sets dtype, attention and quantization, and
+# auto_map would download code.
 NOT_SHAPE = (
     "_attn_implementation", "_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype",
     "transformers_version",
@@ -39,38 +39,40 @@ NOT_SHAPE = (
 
 @dataclass(frozen=True, repr=False)
 class ModelSpec(Sizes):
-    """A model's sizes, and what follows from them. Make one with `model(...)`; the fields are those of `Sizes`."""
+    """A model's sizes and the numbers that follow from them. Create one with `model(...)`; the fields are those of
+    `Sizes`."""
 
     def __post_init__(self) -> None:
         for name, value in shape_of(self.config, self.source or self.name).items():
             object.__setattr__(self, name, value)
 
-    def __hash__(self) -> int:  # of few fields: an estimate looks a spec up in a dozen caches
+    def __hash__(self) -> int:  # of few fields, because an estimate looks a spec up in a dozen caches
         return hash((self.name, self.hidden, self.layers))
 
     @property
     def config(self) -> dict[str, Any]:
-        """A transformers config dict, yours to change: `AutoConfig.for_model(**spec.config)`."""
+        """A new transformers config dict, which may be changed: `AutoConfig.for_model(**spec.config)`."""
         return json.loads(self.config_json)
 
     @property
     def has_formulas(self) -> bool:
-        """Whether this family's own tensors are described; any other counts as a plain transformer of its sizes."""
+        """Whether formulas are written for this family. Any other counts as a plain transformer of the same sizes."""
         return self.family in FAMILIES
 
     @cached_property
     def rotary(self) -> bool:
-        """Whether positions are rotated, so that a step may have more tokens than the config's positions."""
+        """Whether the model uses rotary positions, so that a step may have more tokens than the config has
+        positions."""
         return is_rotary(self.family) if not self.has_formulas else not self.learned_positions
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
-        """Every nn.Linear (GPT-2: Conv1D) of transformers' class: name, shape, and how many there are."""
+        """Every nn.Linear (GPT-2: Conv1D) of transformers' class: its name, its shape, and their number."""
         return linears(self)
 
     @cached_property
     def block_linears(self) -> tuple[Linear, ...]:
-        """The linears of the blocks: all but the head."""
+        """The linear layers of the blocks: all but the head."""
         return tuple(linear for linear in self.linears if linear.part != "head")
 
     @cached_property
@@ -86,20 +88,21 @@ class ModelSpec(Sizes):
 
     @property
     def parameters_by_component(self) -> dict[str, int]:
-        """Parameters of embedding, positions, attention, mlp, experts, router, norms, head; tied weights once.
+        """Parameters of embedding, positions, attention, mlp, experts, router, norms, head; tied weights count once.
 
-        `rest` is what a preset of a family without formulas has in addition to a plain transformer of its sizes.
+        `rest` is the difference between the published total of a preset without formulas and a plain transformer of the
+        same sizes.
         """
         return dict(self._components)
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters of the whole model, tied weights once: sum(p.numel() for p in model.parameters())."""
+        """Parameters of the whole model, with tied weights counted once: sum(p.numel() for p in model.parameters())."""
         return sum(self._components.values())
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: all, less the routed experts it is not sent to."""
+        """Parameters that one token uses: all except the routed experts that it is not sent to."""
         experts = self.parameters_by_component["experts"]
         return self.parameters - experts + (experts // self.experts * self.experts_per_token if self.experts else 0)
 
@@ -113,8 +116,8 @@ class ModelSpec(Sizes):
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements the KV cache holds for one token over all layers: a key and a value for each kv head, or MLA's
-        latent and its rotary key (arXiv 2405.04434, section 2.1.3). Multiply by the bytes of the cache's dtype."""
+        """Elements of the KV cache per token, summed over all layers: a key and a value for each kv head, or the latent
+        and the rotary key of MLA (arXiv 2405.04434, section 2.1.3). Multiply by the bytes of the cache's dtype."""
         if self.mla:
             return self.layers * (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
         return self.layers * 2 * self.kv_heads * self.head_dim
@@ -143,19 +146,20 @@ class Config(Protocol):
     """A transformers config, as far as `model` reads it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what its config.json holds."""
+        """Return the content of its config.json."""
 
 
-ModelLike = ModelSpec | str | os.PathLike[str] | Mapping[str, Any] | Config  # what `model` takes
+ModelLike = ModelSpec | str | os.PathLike[str] | Mapping[str, Any] | Config  # the types that `model` accepts
 
 
 def model(source: ModelLike) -> ModelSpec:
-    """Return the spec of a preset's name, a config.json or its folder, a config dict, or a transformers config.
+    """Return the spec of a model, given a preset's name, a config.json or its folder, a config dict, or a transformers
+    config.
 
-    Names are read without regard to case, with or without the organisation: "gpt2", "llama-3.1-8b". Another
-    "organisation/model" is read from Hugging Face's cache, where `llmlab models --download` or a library of theirs put
-    it; nothing is fetched here. A config may be of any family that transformers has a language model of. Raises
-    UnknownName for a name that is none of these, SpecError for a config that cannot be.
+    Names are case-insensitive and may omit the organisation: "gpt2", "llama-3.1-8b". Any other "organisation/model" is
+    read from the Hugging Face cache, where `llmlab models --download` or another program stored it; nothing is
+    downloaded here. A config may be of any family for which transformers has a language model. Raises UnknownName for
+    a name that is none of these, and SpecError for an invalid config.
     """
     if isinstance(source, ModelSpec):
         return source
@@ -175,7 +179,7 @@ def model(source: ModelLike) -> ModelSpec:
 
 
 def models() -> list[str]:
-    """Return the presets' names; `model` takes each, its aliases, and either without the organisation."""
+    """Return the names of the presets; `model` accepts each name and its aliases, with or without the organisation."""
     return list(_presets())
 
 
@@ -185,15 +189,15 @@ def _from_text(source: str | os.PathLike[str]) -> ModelSpec:
         return _preset(name)
     if isinstance(source, str) and not text.strip():
         raise SpecError("an empty text is not a model; give a preset's name, a config.json or its folder")
-    # os.path answers where pathlib raises: for a user that is not there, a name too long, a null byte.
+    # Unlike pathlib, os.path does not raise for an unknown user, a name that is too long, or a null byte.
     path = Path(os.path.expanduser(text))
-    meant = not isinstance(source, str) or text.startswith((".", "/", "~")) or "\\" in text  # of Windows
+    meant = not isinstance(source, str) or text.startswith((".", "/", "~")) or "\\" in text  # a Windows path
     if meant or path.suffix == ".json" or os.path.exists(path):
         return _from_file(path / "config.json" if os.path.isdir(path) else path)
     if "/" in text and (cached := cached_config(text)) is not None:
         return _from_config(_read(cached), text, text)
     known = [*_presets(), *(alias for preset in _presets().values() for alias in preset["aliases"])]
-    if "/" not in text:  # people leave out the organisation: the nearest name is found by what comes after the slash
+    if "/" not in text:  # without an organisation, compare only the part of each name after the slash
         known += [name.rpartition("/")[2] for name in known]
     hub = text if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) else "OWNER/NAME"
     where = "Give a name listed by `llmlab models`, pass the path of a config.json, or run "
@@ -213,7 +217,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: {error.strerror}; give a config.json, its folder, or a preset's name") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"{path} is not JSON: {error}; give a model's config.json") from None
-    except ValueError as error:  # a null byte, letters that no file name has
+    except ValueError as error:  # a null byte, or characters that no file name can have
         raise SpecError(f"{str(path)!r} cannot be a path: {error}; give a preset's name or a config.json") from None
     if not isinstance(config, dict):
         raise SpecError(f"{path} holds a {type(config).__name__}; a config.json is a JSON object")
@@ -230,7 +234,7 @@ def _from_config(config: Mapping[str, Any], claimed: str, where: str) -> ModelSp
         text = json.dumps(shape)
     except (TypeError, ValueError) as error:
         raise SpecError(f"{where}: {error}; a config holds only what JSON can") from None
-    # A config that was changed must not pass for the preset it began as: records are looked up by name.
+    # A changed config must not get the name of the preset that it came from, because records are looked up by name.
     preset = _names().get(claimed.lower())
     spec = ModelSpec(preset or claimed or f"custom-{config.get('model_type')}", text, where)
     if preset and spec != _preset(preset):
@@ -240,7 +244,7 @@ def _from_config(config: Mapping[str, Any], claimed: str, where: str) -> ModelSp
 
 @cache
 def _presets() -> dict[str, dict[str, Any]]:
-    """Presets by name, from presets/*.json: where the numbers are published, other names, the config."""
+    """Return the presets by name, from presets/*.json, each with its source, its aliases and its config."""
     folder = sorted(files(__package__).joinpath("presets").iterdir(), key=lambda file: file.name)
     presets: dict[str, dict[str, Any]] = {}
     for file in folder:
@@ -257,7 +261,7 @@ def _preset(name: str) -> ModelSpec:
 
 @cache
 def _names() -> dict[str, str]:
-    """Return every spelling, lower-case, and the preset it means; a full name wins over another's short one."""
+    """Return the preset for each spelling in lower case; a full name takes precedence over another's short one."""
     short, full = {}, {}
     for name, preset in _presets().items():
         for spelling in (name, *preset["aliases"]):

@@ -1,4 +1,4 @@
-"""The run to be costed: a training step or a generation, as plain data that checks itself.
+"""The run to estimate, simulate or measure: a training step or a generation, as plain data that checks itself.
 
 >>> Training(micro_batch=2, seq_len=2048, precision="autocast-bf16")
 Training(micro_batch=2, seq_len=2048, precision='autocast-bf16')
@@ -54,11 +54,12 @@ if TYPE_CHECKING:
 class LoRA(ChoiceSpec):
     """Low-rank adapters on the named linear layers (Hu et al., arXiv 2106.09685).
 
-    `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear; everything else is frozen.
+    `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear layer; everything else is frozen.
     `targets` are names of layers, or ("all-linear",) for all but the head, as in peft.
-    `alpha` is the numerator of the scale alpha / r; None is 2 · rank. `autocast_adapter_dtype` is peft's: True keeps
-    adapters in fp32 where the frozen weights are half, False in the dtype of those, as torchtune and AutoModel do; what
-    is not quantized beside quantized weights stays in it too, where peft's preparation would cast it to fp32.
+    `alpha` is the numerator of the scale alpha / r; None is 2 · rank. `autocast_adapter_dtype` is peft's argument: True
+    keeps adapters in fp32 even if the frozen weights have 16 bits. False keeps them in the dtype of the frozen weights,
+    as torchtune and AutoModel do; the unquantized weights of a quantized model also keep that dtype, although peft's
+    preparation would cast them to fp32.
     """
 
     rank: int = 16
@@ -86,47 +87,52 @@ class LoRA(ChoiceSpec):
 @dataclass(frozen=True, repr=False)
 class Training(ChoiceSpec):
     """One training step: the work of each device, its precision, and how many devices share the model and the data.
+    Raises SpecError for a value that is not allowed, and for fields that contradict each other.
 
-    `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
-    `accumulation` such micro-batches make one optimizer step. `dp`, `tp`, `pp`, `cp`, `ep` are the degrees of data,
-    tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
-    `schedule` is the order of a pipeline's micro-batches; `virtual_stages` of each of the pp ranks interleave it.
-    `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
-    `sync_each_batch` (Accelerate's word): FSDP reduces gradients after each micro-batch; False, as Accelerate's and
-    the Trainer's own default is, after the last alone, and each rank sums whole ones. DDP always waits for the last.
-    `reduce_dtype` (FSDP2's word): the dtype in which FSDP reduces them in mixed precision, fp32 or the half one.
-    `optimizer`: "adamw" is torch's default, which updates lists of tensors on a GPU and has their square roots beside
-    them; "adamw-fused" (fused=True, the Trainer's default) is one kernel without temporaries. "muon" is torch's for
-    the matrices of blocks, and its AdamW for all else.
-    `quantization`: "nf4" and "int8" are bitsandbytes', made as a model is loaded; "gptq" is a checkpoint's 4 bits, as
-    AutoGPTQ's layer unpacks them with PyTorch's operators for each product (formulas/gptq.py). `double_quant`: the
-    scales of "nf4" are quantized too (bnb_4bit_use_double_quant).
-    `half_layers`: frozen weights in the 16 bits of an autocast-* precision, beside fp32 adapters. "all" is a model that
-    was loaded in them: with the Trainer's bf16=True, or quantized as LLaMA-Factory prepares it; "embeddings" are the
-    embedding and the head of a quantized one. None is fp32, as peft's prepare_model_for_kbit_training makes them.
+    `micro_batch` sequences of `seq_len` tokens go through the model together on each data-parallel rank, and an
+    optimizer step accumulates the gradients of `accumulation` micro-batches. `dp`, `tp`, `pp`, `cp`, `ep` are the
+    degrees of data, tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel
+    ranks. `schedule` is the order of a pipeline's micro-batches; it is interleaved if `virtual_stages` (per rank) is
+    more than 1. `dp_replicate` is the number of replicas of the sharded model (HSDP; torchtitan's name): each replica
+    is sharded over `dp_shard` ranks.
+    `sync_each_batch` (Accelerate's name): FSDP reduces gradients after each micro-batch. With False, the default of
+    Accelerate and the Trainer, it reduces only after the last, and each rank accumulates whole gradients. DDP always
+    waits for the last. `reduce_dtype` (FSDP2's name): the dtype in which FSDP reduces gradients in mixed precision,
+    fp32 or the 16-bit dtype of the run.
+    `optimizer`: "adamw" is torch's default, which on a GPU updates lists of tensors and allocates temporary tensors for
+    their square roots; "adamw-fused" (fused=True, the Trainer's default) is one kernel without temporaries. "muon" is
+    torch's Muon for the matrices of blocks, with AdamW for all other parameters.
+    `quantization`: bitsandbytes quantizes to "nf4" or "int8" when the model is loaded. "gptq" is a 4-bit checkpoint,
+    which AutoGPTQ's layer unpacks with PyTorch operators for each matmul (formulas/gptq.py). `double_quant`: the scales
+    of "nf4" are quantized, too (bnb_4bit_use_double_quant).
+    `half_layers`: the frozen layers whose weights are in the 16 bits of an autocast-* precision; adapters are in fp32.
+    "all" is a model that was loaded in 16 bits: with the Trainer's bf16=True, or quantized as LLaMA-Factory prepares
+    it. "embeddings" are the embedding and the head of a quantized model. With None, frozen weights are in fp32, as
+    after peft's prepare_model_for_kbit_training.
     `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
-    Megatron-LM's parallel_output); False gathers whole logits on each, as transformers' tp_plan does.
-    `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits,
-    "fused-norm" is RMSNorm as one kernel, torch's `rms_norm` here.
-    `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
+    Megatron-LM's parallel_output); False gathers whole logits on each rank, as transformers' tp_plan does.
+    `kernels`: "liger" are Liger's kernels, "fused-loss" is the cross entropy of the package flash-attn, which does not
+    copy the logits, and "fused-norm" is RMSNorm as one kernel, here torch's `rms_norm`.
+    `fp8` is torchao's recipe for fp8 matmuls in the blocks' linear layers (formulas/memory/float8.py).
     `images`: images in each sequence of a vision-language model. Their tokens are part of `seq_len`. `pixels` is the
-    size of each image, as a number (1024*1024: of a square) or as (height, width); the model's processor resizes it.
-    `num_labels`: train a sequence classifier of so many classes (1: a regression, such as a reward model) instead of a
-    language model.
+    size of each image before the model's processor resizes it, as a number of pixels (1024*1024 for a square image) or
+    as (height, width). `num_labels`: train a sequence classifier with this many classes (1: a regression, such as a
+    reward model) instead of a language model.
 
-    `method` is the training method, as TRL's trainers carry it out (specs/methods.py). A sample of "dpo", "orpo" and
-    "reward" is a pair of sequences, both of which are in the batch. `reference` says where the reference model's
-    log-probabilities come from (None: "adapter" with LoRA and else "kept"; for "grpo", as without a KL term, nowhere).
+    `method` is the training method, as in TRL's trainers (specs/methods.py). A sample of "dpo", "orpo" and "reward" is
+    a pair of sequences, both of which are in the batch. `reference` is the source of the reference model's
+    log-probabilities. None means "adapter" with LoRA and "kept" without; for "grpo", it means no reference model and no
+    KL term.
     `teacher` is the model to "distill" from, by default one of the same sizes. "ppo" and "grpo" count completions in
-    `micro_batch`, the last `completion_len` tokens of each sequence; `generations` of them share a prompt. A vLLM
-    engine on the same GPU generates them with its share `gpu_memory_utilization` of the memory (TRL's default), and
-    sleeps while the model trains.
+    `micro_batch`; a completion is the last `completion_len` tokens of a sequence, and `generations` of them share a
+    prompt. A vLLM engine on the same GPU generates them with the share `gpu_memory_utilization` of the memory (TRL's
+    default), and sleeps while the model trains.
 
-    `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
-    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults. Fields that nobody gave, whose
-    names are in `unset`, take the values that the stack sets, and the printed run shows them. A field that was given
-    keeps its value even if that is the default; if the stack does not support it, SpecError says so. A run that is read
-    from JSON gives every field.
+    `stack` names the code that trains: "transformers", another stack's name, or that stack's options, such as
+    `lab.Torchtitan(ac="full")`. A name stands for the options with that stack's defaults. Fields that were not given,
+    whose names are in `unset`, get the values that the stack sets, and the printed run shows them. A field that was
+    given keeps its value even if that is the default; if the stack does not support it, SpecError says so. A run that
+    is read from JSON has every field given.
     """
 
     micro_batch: int = 1
@@ -199,7 +205,7 @@ class Training(ChoiceSpec):
         object.__setattr__(self, "stack", resolved(self.stack))
         if isinstance(self.stack, StackOptions):
             defaults = {f.name: f.default for f in fields(self) if f.name in vars(self)["unset"]}
-            vars(self).update(defaults)  # a run that is replaced may still have what another stack set
+            vars(self).update(defaults)  # after `replace`, they may still be those of another stack
             own = self.stack.sets(self.values())
             vars(self).update({name: value for name, value in own.items() if name in defaults})
         if self.lora is not None:
@@ -211,7 +217,7 @@ class Training(ChoiceSpec):
                 "add lora=lab.LoRA(...) or drop quantization"
             )
         self._check_frozen()
-        # Engines offload what ZeRO holds, on one GPU too; DeepSpeed runs its stages on one without.
+        # Engines offload ZeRO's shards, even on one GPU. DeepSpeed runs its stages on one GPU without offload, too.
         alone = self.dp * self.cp == 1 and not self.offload
         if self.zero and alone and not stack_of(self).own_zero:
             raise SpecError(f"zero={self.zero} needs at least two data-parallel ranks, but dp=1; give dp >= 2 or "
@@ -315,7 +321,8 @@ class Training(ChoiceSpec):
             raise SpecError(f"gpu_memory_utilization={share!r}: give a share of the GPU's memory, 0 < share < 1")
 
     def _adapters(self, lora: LoRA) -> LoRA:
-        """Return `lora` with the stack's dtype of adapters unless one was given; SpecError if the stack lacks that."""
+        """Return `lora` with the stack's dtype of adapters, unless one was given. Raises SpecError if the stack does
+        not support the one that was given."""
         stack = stack_of(self)
         if "autocast_adapter_dtype" in vars(lora)["unset"]:
             lora = copy(lora)
@@ -375,7 +382,7 @@ class Training(ChoiceSpec):
 
     @property
     def fp8_recipe(self) -> str | None:
-        """The recipe of fp8 products: torchao's, or that of Transformer Engine, an option of its stack."""
+        """The recipe of fp8 matmuls: torchao's, or Transformer Engine's, which is an option of the stack."""
         return self.fp8 or stack_of(self).fp8_recipe
 
     def _check_fp8(self) -> None:
@@ -425,35 +432,35 @@ class Training(ChoiceSpec):
 
     @property
     def dp_shard(self) -> int:
-        """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
+        """The number of data-parallel ranks over which ZeRO shards each replica: all, unless `dp_replicate` > 1."""
         return self.dp // self.dp_replicate
 
     def differences(self) -> dict[str, Any]:
-        """Return the fields whose value differs from the default, or from what the stack would set."""
+        """Return the fields whose value differs from the default, or from the value that the stack would set."""
         values = self.values()
         own = stack_of(self).sets(values)
         names = {*super().differences(), *(name for name, value in own.items() if value != values[name])}
         return {name: value for name, value in values.items() if name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-ready values; without `stack` where that is transformers."""
+        """Return the fields as JSON-ready values, without `stack` if it is transformers."""
         data = super().to_dict()
         del data["stack"]
         return data if self.stack == TRANSFORMERS else {**data, "stack": stack_of(self).to_dict()}
 
     @property
     def compute_dtype(self) -> str:
-        """Dtype of the matrix products, "fp32", "fp16" or "bf16": what `precision` has after its hyphen."""
+        """The dtype of the matmuls, "fp32", "fp16" or "bf16": the part of `precision` after its hyphen."""
         return self.precision.rpartition("-")[2]
 
     @property
     def objective(self) -> Method:
-        """What the method adds to a step."""
+        """The `Method` that describes the cost of `method` in a step."""
         return METHODS[self.method]
 
     @property
     def reference_model(self) -> Reference | None:
-        """Where the reference model's log-probabilities come from; None where the loss needs none."""
+        """The source of the reference model's log-probabilities; None if the loss needs none."""
         if not self.objective.reference or (self.reference is None and self.objective.optional):
             return None
         return self.reference or ("adapter" if self.lora else "kept")
@@ -465,12 +472,12 @@ class Training(ChoiceSpec):
 
     @property
     def scored(self) -> int:
-        """Tokens of a micro-batch that the head reads: of completions, those that were generated."""
+        """Tokens of a micro-batch for which the head computes logits; for "ppo" and "grpo", only the completions."""
         return self.sequences * (self.completion_len or self.seq_len)
 
     @property
     def update(self) -> Training:
-        """The step of next-token loss on the same sequences."""
+        """The same run with next-token loss on the same sequences."""
         if self.method == "sft":
             return self
         return replace(self, method="sft", micro_batch=self.sequences, reference=None, teacher=None,
@@ -483,15 +490,18 @@ class Training(ChoiceSpec):
 
     @property
     def fp8_param_gather(self) -> bool:
-        """Whether Transformer Engine's fp8 weights are the parameters, and there are no half ones of them."""
+        """Whether Transformer Engine's fp8 weights are the parameters, without a 16-bit copy."""
         return stack_of(self).fp8_param_gather
 
     @property
     def gathers_float8(self) -> bool:
-        """Whether weights are gathered in fp8: by FSDP2, one scale per tensor, over data-parallel ranks, unless the
-        stack does not (torchtitan/components/quantization/float8.py); by Megatron-LM's distributed optimizer where
-        they are in fp8, but for mxfp8's, which come in half through the gradients' buffer
-        (megatron/core/distributed/param_and_grad_buffer.py)."""
+        """Whether weights are all-gathered in fp8.
+
+        FSDP2 does this over data-parallel ranks with one scale per tensor, unless the stack turns it off
+        (torchtitan/components/quantization/float8.py). Megatron-LM's distributed optimizer does it for fp8 weights,
+        except with mxfp8, whose weights are gathered in 16 bits through the gradient buffer
+        (megatron/core/distributed/param_and_grad_buffer.py).
+        """
         if self.fp8_param_gather:
             return self.fp8_recipe != "mxfp8"
         asked = stack_of(self).enable_fsdp_float8_all_gather
@@ -509,10 +519,10 @@ class Training(ChoiceSpec):
 
     @classmethod
     def from_deepspeed(cls, config: Settings, **given: Any) -> Training:
-        """Return the Training that DeepSpeed's config says: a dict, JSON text or a file.
+        """Return the Training that DeepSpeed's config describes; `config` is a dict, JSON text or a file.
 
-        `given` are fields that it leaves open, such as seq_len, and dp where the batch sizes do not tell it. Raises
-        SpecError for keys that are unknown, for another engine's, and for "auto" where `given` does not resolve it.
+        `given` are fields that the config leaves open, such as seq_len, and dp if the batch sizes do not determine it.
+        Raises SpecError for unknown keys, for another engine's config, and for an "auto" that `given` does not resolve.
         """
         from ..engines.readers import deepspeed_fields
 
@@ -520,11 +530,12 @@ class Training(ChoiceSpec):
 
     @classmethod
     def from_accelerate(cls, config: Settings, **given: Any) -> Training:
-        """Return the Training that Accelerate's config says: a dict, YAML text or a file; else as `from_deepspeed`.
+        """Return the Training that Accelerate's config describes; `config` is a dict, YAML text or a file.
 
-        With FSDP and several micro-batches `sync_each_batch` becomes False: Accelerator.accumulate reduces nothing
-        before the last one, unless the script's GradientAccumulationPlugin says so, which no key can. Then give True.
-        Its mixed precision reduces in half, and so is `reduce_dtype`.
+        `given` and errors are as in `from_deepspeed`. With FSDP and several micro-batches, `sync_each_batch` becomes
+        False, because Accelerator.accumulate reduces gradients only after the last one. If the script's
+        GradientAccumulationPlugin changes that, which no key of the config can, give True. `reduce_dtype` becomes the
+        16-bit dtype, in which Accelerate's mixed precision reduces.
         """
         from ..engines.readers import accelerate_fields
 
@@ -532,18 +543,21 @@ class Training(ChoiceSpec):
 
     @classmethod
     def from_trainer(cls, arguments: Any, **given: Any) -> Training:
-        """Return the Training that transformers' TrainingArguments (or its to_dict(), JSON, a file) say; `given` are
-        what they leave open: seq_len, dp, attention, adapters. `sync_each_batch` is accelerator_config's, in its
-        gradient_accumulation_kwargs, and else as with `from_accelerate`."""
+        """Return the Training that transformers' TrainingArguments (or their to_dict(), JSON text, or a file) describe.
+
+        `given` are the fields that they leave open: seq_len, dp, attention, adapters. `sync_each_batch` is read from
+        gradient_accumulation_kwargs in accelerator_config; without it, it is as in `from_accelerate`. Raises SpecError
+        as `from_deepspeed` does, and NotAvailable if transformers, which checks the names, is missing.
+        """
         from ..engines.trainer import trainer_fields
 
         return cls(**trainer_fields(arguments, cls._named(given)))
 
     @classmethod
     def from_torchtitan(cls, config: Settings, **given: Any) -> Training:
-        """Return the Training that torchtitan's job config says: a dict, TOML text or a file; else as `from_deepspeed`.
+        """Return the Training that torchtitan's job config describes; `config` is a dict, TOML text or a file.
 
-        `given` is dp, where the shard degree is -1: all ranks that are left.
+        `given` must have dp if the shard degree is -1 (all remaining ranks). Raises SpecError as `from_deepspeed` does.
         """
         from ..engines.torchtitan import torchtitan_fields
 
@@ -556,19 +570,19 @@ class Training(ChoiceSpec):
         return given
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """Return the config that `deepspeed.initialize` takes: `engines.configs.deepspeed_config`."""
+        """Return the config for `deepspeed.initialize`; see `engines.configs.deepspeed_config`."""
         from ..engines.configs import deepspeed_config
 
         return deepspeed_config(self)
 
     def to_accelerate(self) -> dict[str, Any]:
-        """Return what `accelerate launch --config_file` reads: `engines.configs.accelerate_config`."""
+        """Return the config for `accelerate launch --config_file`; see `engines.configs.accelerate_config`."""
         from ..engines.configs import accelerate_config
 
         return accelerate_config(self)
 
     def to_fsdp(self) -> dict[str, Any]:
-        """Return the keyword arguments of torch's `fully_shard`: `engines.configs.fsdp_arguments`."""
+        """Return the keyword arguments of torch's `fully_shard`; see `engines.configs.fsdp_arguments`."""
         from ..engines.configs import fsdp_arguments
 
         return fsdp_arguments(self)
@@ -576,7 +590,11 @@ class Training(ChoiceSpec):
 
 @dataclass(frozen=True, repr=False)
 class Inference(ChoiceSpec):
-    """One generation: `batch` prompts of `prompt_len` tokens, each continued by `new_tokens`."""
+    """One generation: `batch` prompts of `prompt_len` tokens, each continued by `new_tokens` tokens.
+
+    `weights` and `kv` are the dtypes of the weights and of the KV cache; `tp` is the number of tensor-parallel ranks.
+    Raises SpecError for a value that is not allowed.
+    """
 
     batch: int = 1
     prompt_len: int = 1024
@@ -593,7 +611,7 @@ class Inference(ChoiceSpec):
 
     @property
     def seq_len(self) -> int:
-        """Tokens a sequence holds when it is done: the cache's length."""
+        """Tokens of a finished sequence, which is the length of the KV cache."""
         return self.prompt_len + self.new_tokens
 
     @property
@@ -606,12 +624,14 @@ Run = Training | Inference
 
 
 def stack_of(run: Run) -> StackOptions:
-    """Return the stack that trains, with the facts of its code; transformers, which generates too, has no options."""
+    """Return the options of the stack that runs `run`, with the facts about its code. Generation always runs
+    transformers, which has no options."""
     return options_of(run.stack if isinstance(run, Training) else TRANSFORMERS)
 
 
 def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
-    """Return the Training or Inference that `kind` and `to_dict()`'s `data` describe; unknown fields are refused."""
+    """Return the Training or Inference (`kind`: "training" or "inference") with the `data` of its `to_dict()`. Raises
+    SpecError for an unknown kind or field."""
     owner = {"training": Training, "inference": Inference}.get(kind)
     if owner is None:
         raise SpecError(f"kind of run {kind!r} is not one of training, inference")

@@ -1,10 +1,11 @@
-"""Which layers a pipeline stage has: the same for estimates, simulations and the pipeline from scratch.
+"""The number of layers of each pipeline stage, for estimates, simulations and the pipeline from scratch.
 
-Equal stages where their number divides the layers, as engines do by default. Else the embedding and the head count as a
-layer each, and the first stages take what is left over: Llama 3 405B (arXiv 2407.21783, section 3.3.2) leaves one layer
-out of the first and one out of the last stage; Megatron-Core has the flags account_for_embedding_in_pipeline_split and
-account_for_loss_in_pipeline_split for it. torchtitan's generate_llm_fqn_per_model_part does it always
-(distributed/pipeline_parallel.py), and deals the virtual stages of an interleaved schedule out so.
+If the number of stages divides the layers, all stages are equal, as in engines by default. Otherwise the embedding and
+the head count as one layer each, and the first stages get the remaining layers. Llama 3 405B (arXiv 2407.21783, section
+3.3.2) has one layer less in the first and in the last stage; Megatron-Core has the flags
+account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split for it. torchtitan's
+generate_llm_fqn_per_model_part always does it (distributed/pipeline_parallel.py), also for the virtual stages of an
+interleaved schedule.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from .model import ModelSpec
 from .run import Training, stack_of
 
 
-@lru_cache(1024)  # an estimate asks for the same a dozen times
+@lru_cache(1024)  # an estimate calls it a dozen times with the same arguments
 def stage_layers(layers: int, stages: int, name: str = "the model", ends: bool = False) -> tuple[int, ...]:
-    """Return how many of `layers` each of `stages` has; with `ends` embedding and head count where stages could be
-    equal, too. Raises SpecError where one would have none.
+    """Return the number of layers of each stage. With `ends`, the embedding and the head count as layers even if the
+    stages could be equal. Raises SpecError if a stage would have no layer.
 
     >>> stage_layers(32, 4)
     (8, 8, 8, 8)
     >>> stage_layers(126, 8)     # 128 with embedding and head
     (15, 16, 16, 16, 16, 16, 16, 15)
     """
-    if stages > layers or min(counts := _counts(layers, stages, ends)) < 1:  # a huge number is not listed first
+    if stages > layers or min(counts := _counts(layers, stages, ends)) < 1:  # the first test avoids a huge list
         given = f"pp={stages} leaves a stage of {name} without any of its {layers} layers"
         raise SpecError(f"{given}; give pp={(layers + 2) // 2} at most, or pp={layers}")
     return counts
 
 
 def chunks_of(spec: ModelSpec, run: Training, stage: int) -> tuple[int, ...]:
-    """Return how many layers each virtual stage of a rank of pipeline stage `stage` has, its first one first.
+    """Return the number of layers of each virtual stage on a rank of pipeline stage `stage`, in order.
 
     >>> from llmlab.specs.model import model
     >>> run = Training(pp=4, dp=2, accumulation=4, virtual_stages=2, stack="torchtitan")
@@ -46,8 +47,8 @@ def chunks_of(spec: ModelSpec, run: Training, stage: int) -> tuple[int, ...]:
 
 
 def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
-    """Return how many layers each rank of the pipeline of `run` has, in all its virtual stages. Errors as
-    `stage_layers`.
+    """Return the number of layers on each rank of the pipeline of `run`, summed over its virtual stages. Raises
+    SpecError as `stage_layers` does.
 
     >>> from llmlab.specs.model import model
     >>> layers_of(model("meta-llama/Llama-3.1-8B"), Training(pp=4, dp=2, accumulation=4, stack="torchtitan"))
@@ -55,14 +56,14 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     """
     stack = stack_of(run)
     if counts := stack.layers_of(spec, run.pp):
-        if min(counts[:-2], default=1) < 1:  # the last two may have head and loss alone
+        if min(counts[:-2], default=1) < 1:  # the last two may have only the head and the loss
             raise SpecError(f"pp={run.pp} leaves a stage of {spec.name} without any of its {spec.layers} layers, "
                             f"because {stack.name} splits them by their cost; give a smaller pp")  # fmt: skip
         return counts
     if not stack.counts_embedding_and_head_as_layers or run.pp == 1:
         return stage_layers(spec.layers, run.pp, spec.name)
     counts = tuple(sum(chunks_of(spec, run, rank)) for rank in range(run.pp))
-    return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # which raises
+    return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # raises
 
 
 def _counts(layers: int, stages: int, ends: bool) -> tuple[int, ...]:

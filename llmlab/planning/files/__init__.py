@@ -1,1 +1,1 @@
-"""A configuration as files that run it: a script, engines' settings, and what starts them."""
+"""The files that run a configuration: a training script, the settings of engines, and the files that start them."""

@@ -1,4 +1,4 @@
-"""What starts a run: launch.sh on each node, and the Slurm and SkyPilot jobs that call it."""
+"""The files that start a run: launch.sh for each node, and the Slurm and SkyPilot jobs that call it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...engines.texts import yaml_text
 
-# SkyPilot's names of cards, by ours (catalogs/v8/common/accelerators.csv of its catalog).
+# SkyPilot's names of GPUs, by ours (catalogs/v8/common/accelerators.csv of its catalog).
 SKY_CARDS = {
     "T4": "T4", "L4": "L4", "A10G": "A10G", "L40S": "L40S", "V100-16GB": "V100", "V100-32GB": "V100-32GB",
     "A100-40GB": "A100", "A100-80GB": "A100-80GB", "H100-80GB": "H100", "H200": "H200", "B200": "B200",
@@ -20,8 +20,8 @@ PORT = 29500  # torchrun's own default
 def launch_script(
     title: str, program: str, nodes: int, per_node: int, alone: bool, exports: Sequence[str] = ()
 ) -> str:
-    """Return launch.sh: torchrun's line on one node of `nodes`, or python's for a process that is `alone`; `program` is
-    the script and its arguments, `exports` are settings of the environment."""
+    """Return launch.sh, which starts torchrun on one of `nodes` nodes, or python if the process is `alone`. `program`
+    is the script with its arguments, and `exports` are environment variables with their values."""
     lines = [
         "#!/bin/bash", f"# {title}.", "#     LR=... ./launch.sh --data train.txt", "set -euo pipefail",
         'cd "$(dirname "${BASH_SOURCE[0]}")"',
@@ -37,7 +37,7 @@ def launch_script(
 
 
 def slurm_job(title: str, nodes: int, per_node: int) -> str:
-    """Return job.sbatch, which runs launch.sh once on each node; time, account and partition are the site's."""
+    """Return job.sbatch, which runs launch.sh once on each node. The user sets time, account and partition."""
     return f"""#!/bin/bash
 # {title}.
 #     LR=... sbatch job.sbatch --data train.txt
@@ -57,7 +57,7 @@ srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' 
 
 
 def sky_task(title: str, card: str, nodes: int, per_node: int, packages: list[str], data: bool) -> str | None:
-    """Return sky.yaml for `sky launch`; None for a card that SkyPilot has no name for."""
+    """Return sky.yaml for `sky launch`; None for a GPU that SkyPilot has no name for."""
     if card not in SKY_CARDS:
         return None
     data_word = ' ${DATA:+--data "$DATA"}' if data else ""

@@ -1,6 +1,6 @@
 """train.py of a run: plain PyTorch (FSDP2, DDP, or one GPU), transformers' Trainer, or TRL's SFTTrainer for adapters.
 
-The script's constants are written from the run; the rest is a file beside this one.
+The script's constants are written from the run, and the rest comes from the train_*.txt files in this folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IMPORTS = {
 
 
 def kind(run: Training) -> str:
-    """Return which script trains `run`: "pytorch", "trainer" or "sft"; raises SpecError where none of them does."""
+    """Return the script that trains `run`: "pytorch", "trainer" or "sft". Raises SpecError if none of them can."""
     if (stack := stack_of(run)).own_model:
         raise SpecError(f"stack={stack.name!r} has its own training program")
     for axis in ("tp", "pp", "cp", "ep"):
@@ -52,7 +52,7 @@ def kind(run: Training) -> str:
     if run.lora:
         return _adapters_script(run)
     if uses_deepspeed(run):
-        deepspeed_settings(run)  # refuses what it cannot do
+        deepspeed_settings(run)  # raises SpecError for a run that it does not support
         return "trainer"
     if run.zero:
         _check_shards(run)
@@ -61,20 +61,20 @@ def kind(run: Training) -> str:
 
 
 def uses_deepspeed(run: Training) -> bool:
-    """Whether the script hands ds_config.json to the Trainer: stack="deepspeed", ZeRO-1, states alone in the host's
-    memory, and adapters of which fp32 copies are stepped; FSDP2, which offloads weights with states, shards the rest.
+    """Whether the script passes ds_config.json to the Trainer: for stack="deepspeed", ZeRO-1, offload="optimizer", and
+    sharded adapters with fp32 copies. FSDP2, which offloads weights together with states, shards all other runs.
     """
     copied = run.lora is not None and run.precision.startswith("mixed")
     return bool(stack_of(run).own_zero or run.zero == 1 or (run.zero and copied) or run.offload == "optimizer")
 
 
 def deepspeed_settings(run: Training) -> dict[str, Any]:
-    """Return ds_config.json; the script compiles, which DeepSpeed's settings do not say.
+    """Return ds_config.json. It does not contain compile, because the script compiles the model itself.
 
-    With stack="deepspeed" the optimizer is DeepSpeed's own, for which the Trainer puts in its arguments ("auto").
+    With stack="deepspeed", DeepSpeed's own optimizer is used, and the Trainer replaces "auto" by its own arguments.
     """
     settings = replace(run, compile=False).to_deepspeed()
-    if run.zero == 3:  # or the trained model would be left in shards
+    if run.zero == 3:  # else the trained model is saved in shards
         settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if stack_of(run).own_zero:
         torchs = {"torch_adam": True} if DeepSpeed.of(run).torch_adam else {}
@@ -84,7 +84,8 @@ def deepspeed_settings(run: Training) -> dict[str, Any]:
 
 
 def _adapters_script(run: Training) -> str:
-    """Return which script trains adapters: FSDP2 shards frozen half weights; what keeps fp32 copies is DeepSpeed's."""
+    """Return the script that trains adapters. FSDP2 shards frozen 16-bit weights, and DeepSpeed trains adapters with
+    fp32 copies. Raises SpecError if none of the scripts can."""
     if run.quantization == "gptq":
         raise SpecError("quantization='gptq' runs AutoGPTQ's layer, and current transformers loads such a file with "
                         "GPT-QModel's; give 'nf4' or 'int8'")  # fmt: skip
@@ -115,7 +116,7 @@ def _check_shards(run: Training) -> None:
 
 
 def packages(run: Training) -> list[str]:
-    """Return what the script of `run` needs to be installed."""
+    """Return the packages that the script of `run` needs."""
     chosen = kind(run)
     needs = [*NEEDS[chosen], *(["deepspeed"] if uses_deepspeed(run) else [])]
     needs += ["bitsandbytes"] if run.quantization or run.optimizer in ("adamw-8bit", "lion") else []
@@ -124,7 +125,7 @@ def packages(run: Training) -> list[str]:
 
 
 def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bool, title: str) -> str:
-    """Return train.py for `run`; `model` is what it loads, a name on the hub or a folder."""
+    """Return the text of train.py for `run`; `model` is the model that it loads, a name on the hub or a folder."""
     chosen = kind(run)
     here = files(__package__)
     needs = packages(run)
@@ -152,7 +153,7 @@ def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scr
     if sharded and run.precision in ("fp16", "bf16"):
         weights = run.compute_dtype
     if uses_deepspeed(run) and not run.lora:
-        weights = "fp32"  # DeepSpeed makes the half copies
+        weights = "fp32"  # DeepSpeed creates the 16-bit copies
     values: dict[str, Any] = {
         "MODEL": model, "FROM_SCRATCH": from_scratch, "DTYPE": DTYPES[weights], "ATTENTION": _attention(run),
         "SEQ_LEN": run.seq_len, "MICRO_BATCH": run.micro_batch, "ACCUMULATION": run.accumulation, "DP": run.dp,

@@ -1,4 +1,4 @@
-"""The files of a run, written into a folder whole or not at all."""
+"""The files that start a run, written into a folder all together or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .script import deepspeed_settings, kind, packages, training_script, uses_de
 
 @dataclass(frozen=True, repr=False)
 class Written(Tabular):
-    """What was written into `folder`: `files`, by name what each is for; `left_out`, by name why it is not there."""
+    """The files in `folder`: `files` maps each name to its purpose, `left_out` each missing file to the reason."""
 
     folder: Path
     files: dict[str, str]
@@ -39,17 +39,18 @@ class Written(Tabular):
         return f"<Written: {', '.join(self.files)} in {self.folder}>"
 
 
-Texts = dict[str, tuple[str, str]]  # by file: its text, and what it is for
+Texts = dict[str, tuple[str, str]]  # by file name: its text and its purpose
 
 
 def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) -> tuple[Texts, dict[str, str]]:
-    """Return the files' texts, and by name why one is left out. Raises SpecError where nothing here starts the run."""
+    """Return the text and purpose of each file, and the reason for each file that is left out. Raises SpecError if no
+    file can start the run, or if it is for another number of GPUs."""
     check(spec, run)
     if run.world_size != nodes * per_node:
         raise SpecError(f"the run is for {run.world_size} GPUs, and {nodes} x {per_node} were given; give as many")
     published = spec.name in models()
     model = spec.name if published else "model"
-    name = re.sub(r"[^\w./ ()@:+-]", "?", spec.name)  # whatever a config claims, it is a comment
+    name = re.sub(r"[^\w./ ()@:+-]", "?", spec.name)  # so that any name of a config stays in its comment
     title = f"{name} on {nodes} x {per_node} {card}: {run!r}"
     found: Texts = {}
     left_out: dict[str, str] = {}
@@ -88,9 +89,9 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     if not published:
         found["model/config.json"] = json.dumps(spec.config, indent=2) + "\n", "the model, whose weights start random"
     start, needed = _started(run, program(spec, run))
-    # An engine's rank is torchrun's.
+    # An engine needs the rank that torchrun sets, even for one process.
     alone = run.world_size == 1 and "train.py" in found and not (run.zero or uses_deepspeed(run))
-    # Megatron-LM refuses to start without it where it overlaps what tensor or context parallelism sends.
+    # Megatron-LM does not start without it if it overlaps the communication of tensor or context parallelism.
     exports = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if "megatron_args.txt" in start and max(run.tp, run.cp) > 1 else []
     if stack_of(run).expandable_segments:
         exports.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
@@ -107,8 +108,8 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
 
 
 def program(spec: ModelSpec, run: Training) -> str:
-    """Return the file that starts `run`: train.py, torchtitan.toml or megatron_args.txt. Raises SpecError, with the
-    reason of each, where none of them can."""
+    """Return the file that starts `run`: train.py, torchtitan.toml or megatron_args.txt. Raises SpecError, with a
+    reason for each file, if none of them can."""
     if run.images or run.num_labels:
         given = f"images={run.images}" if run.images else f"num_labels={run.num_labels}"
         raise SpecError(f"{given}: the files that llmlab writes train language models of text; try your own script "
@@ -132,7 +133,7 @@ def _unsaid(run: Training) -> str:
 
 
 def _accumulates(run: Training) -> str:
-    """Return the comment on what no key of Accelerate's config says: when FSDP reduces gradients."""
+    """Return the comment that says when FSDP reduces gradients, because no key of Accelerate's config does."""
     if run.zero != 3 or run.accumulation == 1:
         return ""
     plugin = f"GradientAccumulationPlugin(num_steps={run.accumulation}, sync_each_batch={run.sync_each_batch})"
@@ -140,7 +141,8 @@ def _accumulates(run: Training) -> str:
 
 
 def _started(run: Training, by: str) -> tuple[str, list[str]]:
-    """Return what launch.sh starts, with its arguments, and the packages that it needs; `by` is the run's `program`."""
+    """Return the script that launch.sh starts, with its arguments, and the packages that it needs; `by` is the run's
+    `program`."""
     if by == "train.py":
         return 'train.py --lr "$LR"', packages(run)
     if by == "torchtitan.toml":
@@ -155,7 +157,7 @@ def write_files(
 ) -> Written:
     """Write the files into `folder`, all or none; see `texts`.
 
-    Raises SpecError where a file of theirs is there already and not `force`, or the folder cannot be written.
+    Raises SpecError if one of them exists already and `force` is False, or if the folder cannot be written.
     """
     found, left_out = texts(spec, run, card, nodes, per_node)
     target = Path(folder)
@@ -170,7 +172,8 @@ def write_files(
 
 
 def _write_all(target: Path, content: dict[str, str]) -> None:
-    """Write everything beside `target`, then move it there: a full disk or a crash leaves no half of a file."""
+    """Write everything into a temporary folder next to `target`, then move it there, so that a full disk or a crash
+    leaves no partial file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -181,7 +184,7 @@ def _write_all(target: Path, content: dict[str, str]) -> None:
             if name.endswith(".sh"):
                 path.chmod(0o755)
         if not target.exists():
-            unfinished.chmod(0o755)  # mkdtemp's own is the user's alone
+            unfinished.chmod(0o755)  # mkdtemp lets only the user read it
             os.rename(unfinished, target)
             return
         for name in content:

@@ -1,4 +1,4 @@
-"""Whose code trains: a stack's own options, by its own names, and what it sets where a run says nothing.
+"""The stacks whose code can train: each stack's options, by its own names, and the fields of a run that it sets.
 
 >>> from llmlab.specs.run import Training
 >>> Training(dp=8, stack="torchtitan:ac=full")
@@ -31,10 +31,11 @@ _TRANSFORMERS = Transformers()
 
 
 def resolved(stack: Any) -> StackOptions | str:
-    """Return the options that `stack` names ("torchtitan", "torchtitan:ac=full,every=2"); options stay as they are."""
+    """Return the options for a text ("torchtitan", "torchtitan:ac=full,every=2") or a `to_dict()`; options, and the
+    name "transformers", are returned as they are. Raises SpecError for an unknown stack or option."""
     if isinstance(stack, StackOptions) or stack == TRANSFORMERS:
         return stack
-    if isinstance(stack, Mapping):  # of to_dict, or of an engine's settings
+    if isinstance(stack, Mapping):  # from to_dict, or from an engine's settings
         return stack_from_dict(stack)
     names = [TRANSFORMERS, *STACKS]
     if not isinstance(stack, str):
@@ -47,7 +48,7 @@ def resolved(stack: Any) -> StackOptions | str:
 
 
 def options_of(stack: StackOptions | str) -> StackOptions:
-    """Return a resolved stack as an object that has all facts: options as they are, and those of transformers."""
+    """Return a resolved stack as options, which have all facts about its code; "transformers" becomes an object."""
     return stack if isinstance(stack, StackOptions) else _TRANSFORMERS
 
 
@@ -63,7 +64,7 @@ def _options(stack: str, texts: Iterable[str]) -> dict[str, Any]:
 
 
 def stack_from_dict(data: Mapping[str, Any]) -> StackOptions:
-    """Return the options that `StackOptions.to_dict` gave."""
+    """Return the options from the result of `StackOptions.to_dict`."""
     name = data.get("name")
     if name not in STACKS:
         raise SpecError(f"stack {name!r} is not one of {', '.join(STACKS)}")
@@ -71,13 +72,13 @@ def stack_from_dict(data: Mapping[str, Any]) -> StackOptions:
 
 
 def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
-    """Raise SpecError where the run's fields `given` ask for what `stack` has not, and name the stacks that have it."""
+    """Raise SpecError if `stack` does not support the run's fields `given`; the message names the stacks that do."""
     if not isinstance(stack, StackOptions):
         return
     for field, values in stack.allowed.items():
         if given[field] not in values:
             others = [TRANSFORMERS]
-            both = {field: given[field], "pp": given["pp"]}  # what orders stages is for those that have some
+            both = {field: given[field], "pp": given["pp"]}  # a schedule needs a stack with pipelines
             others += [s.name for s in STACKS.values() if all(v in s.allowed.get(f, (v,)) for f, v in both.items())]
             own = ", ".join("none" if value is None else repr(value) for value in values)
             if why := stack.unsupported_options.get(field):
@@ -93,7 +94,7 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
         if option is None or value == given[field]:
             continue
         said = getattr(stack, option)
-        if said is not None:  # else the run says it, and the stack nothing
+        if said is not None:  # None: the run decides, not the stack
             own = f"{type(stack).__name__}({option}={said!r})"
             raise SpecError(f"{field}={given[field]!r} with stack={own}, which sets {field}={value!r}; give one of "
                             "them")  # fmt: skip

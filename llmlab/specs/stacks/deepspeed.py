@@ -13,22 +13,23 @@ COUNTS = (
     "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
     "stage3_param_persistence_threshold", "sub_group_size",
 )  # fmt: skip
-ZERO = (*COUNTS, "contiguous_gradients", "overlap_comm")  # options that zero_optimization has
+ZERO = (*COUNTS, "contiguous_gradients", "overlap_comm")  # options in the section zero_optimization
 AccumDtype = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, repr=False)
 class DeepSpeed(StackOptions):
-    """DeepSpeed's options that change memory or time, by the names in its configuration, of transformers' models.
+    """DeepSpeed's options that change memory or time, by the names in its configuration, for transformers' models.
 
-    Those of ZeRO are zero_optimization's (deepspeed/runtime/zero/config.py), in elements. The stage is the run's
-    `zero`, offloading its `offload`. `overlap_comm` None is DeepSpeed's default, True at stage 3 alone: sends behind
-    computation, where else that waits (runtime/zero/stage_1_and_2.py, average_tensor; stage3.py), and takes a second
-    bucket at stages 1 and 2. `grad_accum_dtype` is data_types', None the dtype of the weights. "fp32" sums
-    gradients in fp32, at stage 1 with bf16 in another optimizer (runtime/bf16_optimizer.py), where
-    `immediate_grad_update` of bf16 does it as each gradient is made. `torch_adam` steps by torch's AdamW instead of
-    DeepSpeed's fused one. round_robin_gradients is none of them: it changes which tensors are a rank's. Nor is
-    allgather_bucket_size, which is not read where torch has all_gather_into_tensor.
+    The sizes for ZeRO are from zero_optimization (deepspeed/runtime/zero/config.py), in elements. The stage is the
+    run's `zero`, and offloading its `offload`. `overlap_comm` overlaps communication with computation, which otherwise
+    waits for it (runtime/zero/stage_1_and_2.py, average_tensor; stage3.py), and allocates a second bucket at stages 1
+    and 2. None is DeepSpeed's default: True only at stage 3. `grad_accum_dtype` is from data_types; None is the dtype
+    of the weights, and "fp32" accumulates gradients in fp32. At stage 1 with bf16, another optimizer does this
+    (runtime/bf16_optimizer.py), and with `immediate_grad_update` of the section bf16 it adds each gradient as soon as
+    it exists. `torch_adam` steps with torch's AdamW instead of DeepSpeed's fused one. round_robin_gradients is no
+    option here, because it only changes which rank owns which tensors. Neither is allgather_bucket_size, which is not
+    read if torch has all_gather_into_tensor.
     """
 
     name = "deepspeed"
@@ -37,7 +38,7 @@ class DeepSpeed(StackOptions):
     own_model = False
     own_zero = True  # runtime/zero
     own_sums = True  # runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py
-    checks_gradients = True  # for overflow, or for the norm (runtime/zero/stage3.py, step)
+    checks_gradients = True  # for overflow, or to read the norm (runtime/zero/stage3.py, step)
     names_cuda = True
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "mixed-fp16"),
@@ -69,7 +70,7 @@ class DeepSpeed(StackOptions):
     torch_adam: bool = False
 
     def __post_init__(self) -> None:
-        for name in COUNTS:  # its JSON says 5e8
+        for name in COUNTS:  # DeepSpeed's JSON has 5e8
             value = getattr(self, name)
             if isinstance(value, float) and value.is_integer():
                 object.__setattr__(self, name, int(value))
@@ -77,7 +78,7 @@ class DeepSpeed(StackOptions):
         super().__post_init__()
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Return the sections of DeepSpeed's configuration that say these options, where they are not its defaults."""
+        """Return the sections of DeepSpeed's configuration for the options that differ from its defaults."""
         said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
         zero = {name: value for name, value in said.items() if name in ZERO}
         return {
@@ -87,7 +88,7 @@ class DeepSpeed(StackOptions):
         }
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError where an option cannot go with the run's fields `given`."""
+        """Raise SpecError if an option contradicts the run's fields `given`."""
         half, zero, wide = given["precision"].rpartition("-")[2], given["zero"], self.grad_accum_dtype == "fp32"
         if self.grad_accum_dtype not in (None, "fp32", half):
             told = f"grad_accum_dtype={self.grad_accum_dtype!r} with precision={given['precision']!r}"
@@ -109,10 +110,10 @@ class DeepSpeed(StackOptions):
         return not self.torch_adam
 
     def overlap(self, run: Any) -> tuple[str, ...]:
-        """Return what `overlap_comm` hides, by default at stage 3 alone."""
+        """Return ("data",) if `overlap_comm` overlaps communication with computation; by default, only at stage 3."""
         asked = self.overlap_comm
         return ("data",) * (run.zero == 3 if asked is None else asked and run.zero > 0)
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """bf16 weights, and an fp32 copy that the optimizer steps."""
+        """Set bf16 weights with an fp32 copy, which the optimizer updates."""
         return {"precision": "mixed-bf16"}

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 from ...base.errors import SpecError
 from .options import StackOptions
 
-CHUNK = 128  # positions that the head is given at once where adapters are trained (litgpt/finetune/lora.py, fit)
+CHUNK = 128  # positions per call of the head when adapters are trained (litgpt/finetune/lora.py, fit)
 
 
 @dataclass(frozen=True, repr=False)
 class LitGPT(StackOptions):
     """LitGPT's recipes finetune_full and finetune_lora, with `--precision bf16-true`.
 
-    No option of theirs changes memory beside the run's fields. They step torch's AdamW, which is not fused. One device
-    recomputes nothing; several recompute all blocks, and shard by FSDP1 where the model is trained whole and by FSDP2
-    where adapters are. Adapters are bf16 like the frozen weights, and the head is called on CHUNK positions at a time;
-    a full fine-tune computes its loss in chunks of the logits. Fabric casts those to fp32.
+    Except for the run's fields, no option of the recipes changes memory. They use torch's unfused AdamW. One device
+    recomputes nothing. Several devices recompute all blocks, and shard with FSDP1 in full fine-tuning and with FSDP2 if
+    adapters are trained. Adapters are bf16 like the frozen weights, and with them the head is called on CHUNK positions
+    at a time. Full fine-tuning computes its loss in chunks of the logits. Fabric casts the logits to fp32.
     """
 
     name = "litgpt"
@@ -44,8 +44,8 @@ class LitGPT(StackOptions):
     }
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """bf16 throughout; on several devices FSDP, which reduces gradients after the last micro-batch
-        (Fabric's no_backward_sync), and all blocks recomputed."""
+        """Set bf16 for everything; on several devices, set FSDP, which reduces gradients after the last micro-batch
+        (Fabric's no_backward_sync), and full checkpointing."""
         sharded = given["dp"] > 1
         return {
             "precision": "bf16", "zero": 3 if sharded else 0, "checkpointing": "full" if sharded else None,
@@ -53,7 +53,8 @@ class LitGPT(StackOptions):
         }  # fmt: skip
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError for what LitGPT's recipes do otherwise."""
+        """Raise SpecError for fields that LitGPT's recipes set to other values, and for adapters on only some of the
+        MLP's layers."""
         for field in ("zero", "checkpointing", "sync_each_batch"):
             if given[field] != (value := self.sets(given)[field]):
                 ranks = f"dp={given['dp']}, accumulation={given['accumulation']}"

@@ -26,52 +26,58 @@ RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules t
 class Megatron(StackOptions):
     """Megatron-LM's options that change memory or time, by the names of its arguments (megatron/training/arguments.py).
 
-    `recompute` is --recompute-granularity, None the run's `checkpointing`. "selective" computes `recompute_modules`
-    again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform"), or
-    the inputs of so many layers of each virtual stage, and the others whole ("block").
+    `recompute` is --recompute-granularity; None follows the run's `checkpointing`. "selective" recomputes
+    `recompute_modules`, which may have "core_attn" and "mlp". "full" saves the input of every group of
+    `recompute_num_layers` layers (`recompute_method` "uniform"), or only the inputs of that many layers of each virtual
+    stage and all activations of the others ("block").
 
-    `transformer_engine`: layers of Transformer Engine, or Megatron's own (--transformer-impl local), whose attention is
-    unfused, attention="eager", and knows no context parallelism. `masked_softmax_fusion`: softmax of unfused attention
-    as one kernel in half precision; of Megatron's own layers it is Apex's. `apex`: whether that is installed, or
-    Transformer Engine for what is outside of layers; if not, PyTorch computes softmax, in fp32, and steps AdamW.
-    `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` hides what tensor
-    parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `overlap_grad_reduce`
-    sums gradients behind backward and, with zero=1 and `overlap_param_gather`, gathers parameters behind forward, as
-    NeMo's recipes do; Megatron-LM, where nobody asks for it, sends all of that after the last backward.
-    `async_tensor_model_parallel_allreduce` sums the gradient of a column-parallel layer's input while its weight's is
-    computed, since 2021-09-02 (no argument turns it off since 2026-01-29); what sequence parallelism sends there is
-    behind products anyway. `gradient_accumulation_fusion` adds a weight's gradient to the sum as it is multiplied, by
-    Apex's kernel, of 2022 (--no-gradient-accumulation-fusion is off). `bias_swiglu_fusion` computes SwiGLU by one
-    kernel, `apply_rope_fusion` rotates queries and keys by one of Transformer Engine's, which Megatron's own layers do
-    not: since 2024-01-18 (commit de9428a701; --no-bias-swiglu-fusion, --no-rope-fusion), before operator by operator.
-    `overlap_p2p_communication` sends between
-    interleaved stages behind other chunks, since 2023-05-31 (--no-overlap-p2p-communication is off).
+    `transformer_engine`: whether the layers are Transformer Engine's or Megatron's own (--transformer-impl local).
+    Attention of the latter is unfused, attention="eager", and does not support context parallelism.
+    `masked_softmax_fusion`: the softmax of unfused attention is one 16-bit kernel, which for Megatron's own layers is
+    Apex's. `apex`: whether Apex is installed, or Transformer Engine for the code outside the layers. Without it,
+    PyTorch computes softmax, in fp32, and runs AdamW.
+    `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` overlaps the
+    communication of tensor parallelism with the matmuls before and after it (Transformer Engine's userbuffers).
+    `overlap_grad_reduce` overlaps the reduction of gradients with the backward pass and, with zero=1,
+    `overlap_param_gather` overlaps the all-gather of parameters with the forward pass, as in NeMo's recipes. Without
+    these arguments, Megatron-LM communicates after the last backward pass.
+    `async_tensor_model_parallel_allreduce` all-reduces the gradient of a column-parallel layer's input while that of
+    its weight is computed, since 2021-09-02 (no argument turns it off since 2026-01-29). The communication of sequence
+    parallelism there always overlaps with matmuls. `gradient_accumulation_fusion` adds a weight's gradient to the
+    accumulated one within the matmul, by Apex's kernel, of 2022 (--no-gradient-accumulation-fusion turns it off).
+    `bias_swiglu_fusion` computes SwiGLU in one kernel. `apply_rope_fusion` rotates queries and keys in one kernel of
+    Transformer Engine, but not in Megatron's own layers. Both exist since 2024-01-18 (commit de9428a701;
+    --no-bias-swiglu-fusion, --no-rope-fusion); before, these ran operator by operator.
+    `overlap_p2p_communication` overlaps the communication between interleaved stages with the computation of other
+    chunks, since 2023-05-31 (--no-overlap-p2p-communication turns it off).
     `deepspeed` is Megatron-DeepSpeed, whose pipeline and ZeRO are DeepSpeed's. Their buffers are not described, so its
     memory is a lower bound, and it seldom "fits" (formulas/verdict.py, MEGATRON_DEEPSPEED).
-    `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: a kernel is started when the one before it is done.
+    `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: each kernel is launched only when the one before it has finished.
     `cuda_graph_impl` "full_iteration" has all passes of a step in one CUDA graph, so that nothing waits for the host
-    (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-scope full_iteration); what
-    the graph's own pool takes of the memory is not counted. It is estimated, not simulated.
+    (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-scope full_iteration). The
+    memory of the graph's own pool is not counted. Such runs are estimated, not simulated.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
-    one, which takes more memory than not to fuse, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
-    pre-training say "native". `virtual_pipeline` is the model chunks of a rank
-    (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the vocabulary of each
+    one, which needs more memory than the unfused loss, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
+    pre-training set "native". `virtual_pipeline` is the number of model chunks per rank
+    (--num-virtual-stages-per-pipeline-rank), and `make_vocab_size_divisible_by` pads the vocabulary of each
     tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
     --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with --fp8-format hybrid:
-    Transformer Engine multiplies blocks' linear layers in fp8 (formulas/memory/float8.py); "tensorwise" is its current
-    scaling. `fp8_param_gather` keeps their weights in fp8 instead of half precision, and gathers them so; of "mxfp8" it
-    means --reuse-grad-buf-for-mxfp8-param-ag too. `use_precision_aware_optimizer` keeps of main weights the 2 bytes
-    that bf16 ones have not, and takes gradients as they were summed; moments stay fp32. `distributed_fused_adam` is
-    NeMo 1's optimizer of that name, Apex's, with its states in that dtype. In fp32 it does the same, in bf16 it keeps
-    no main weights; beside weights in fp8 it keeps them whole, and it sums the embedding's gradients in fp32 (NeMo 2.0,
+    Transformer Engine runs the matmuls of the blocks' linear layers in fp8 (formulas/memory/float8.py); "tensorwise" is
+    its current scaling. `fp8_param_gather` stores and gathers their weights in fp8 instead of 16 bits; with "mxfp8" it
+    also means --reuse-grad-buf-for-mxfp8-param-ag. `use_precision_aware_optimizer` stores only the 2 bytes of main
+    weights that bf16 weights lack, and uses gradients in the dtype in which they were accumulated; moments stay in
+    fp32. `distributed_fused_adam` is NeMo 1's optimizer of that name, from Apex, with its states in the given dtype.
+    With "fp32" it stores the same as the precision-aware one, and with "bf16" it has no main weights. For weights in
+    fp8 it stores whole main weights, and it accumulates the embedding's gradients in fp32 (NeMo 2.0,
     megatron_base_model.py, setup_optimization; megatron_gpt_model.py, configure_optimizers).
-    `defer_embedding_wgrad_compute` computes the gradient of the head's weight after the last micro-batch, for which the
-    last stage keeps the logits' gradients of `wgrad_deferral_limit` micro-batches (0: of all).
-    `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) fills each expert with that multiple of an
-    equal share of the tokens; None, Megatron's default, drops no token, and experts are estimated as equally loaded.
-    `expandable_segments` is PYTORCH_CUDA_ALLOC_CONF's, which Megatron-Bridge's recipes set. Adapters (`lora`) are
-    Megatron-Bridge's beside Transformer Engine's layers (megatron/bridge/peft/canonical_lora.py): in half precision,
-    their main weights and moments in fp32, without dropout, which is not described. They are estimated, not simulated.
+    `defer_embedding_wgrad_compute` computes the gradient of the head's weight after the last micro-batch. Until then,
+    the last stage saves the gradients of the logits of `wgrad_deferral_limit` micro-batches (0: of all).
+    `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) pads or cuts the tokens of each expert to
+    that multiple of an equal share. None, Megatron's default, drops no token, and experts are estimated as equally
+    loaded.
+    `expandable_segments` is that of PYTORCH_CUDA_ALLOC_CONF, which Megatron-Bridge's recipes set. Adapters (`lora`) are
+    those of Megatron-Bridge for Transformer Engine's layers (megatron/bridge/peft/canonical_lora.py): in 16 bits, with
+    main weights and moments in fp32, and without dropout, which is not described. They are estimated, not simulated.
     """
 
     name = "megatron"
@@ -141,7 +147,7 @@ class Megatron(StackOptions):
                 capacity = 0.0
             if not 0 < capacity < inf:
                 raise SpecError(f"moe_expert_capacity_factor={asked!r} is neither a number above 0 nor None")
-            object.__setattr__(self, "moe_expert_capacity_factor", capacity)  # of a text too
+            object.__setattr__(self, "moe_expert_capacity_factor", capacity)  # a number, also if given as text
         if self.fp8_recipe and not self.transformer_engine:
             given = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
             raise SpecError(f"{given}: Megatron's own layers have no fp8; give one of the two")
@@ -164,7 +170,7 @@ class Megatron(StackOptions):
             raise SpecError(f"recompute_method={self.recompute_method!r} needs recompute='full'")
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError for what Megatron has not, its own layers above all, with the run's fields `given`."""
+        """Raise SpecError if Megatron, or its own layers, do not support an option with the run's fields `given`."""
         if self.tp_comm_overlap and not given["sequence_parallel"]:
             raise SpecError("tp_comm_overlap=True needs sequence_parallel=True, whose all-gathers and "
                             "reduce-scatters overlap with matmuls (arguments.py); give both")  # fmt: skip
@@ -219,7 +225,7 @@ class Megatron(StackOptions):
                             "give mixed-bf16")  # fmt: skip
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Half weights and products with fp32 main weights; nothing is recomputed or sharded unless somebody asks."""
+        """Set 16-bit weights and matmuls with fp32 main weights; by default nothing is recomputed or sharded."""
         own = {} if self.transformer_engine else {"attention": "eager"}
         return {
             **own,
@@ -230,8 +236,9 @@ class Megatron(StackOptions):
 
     @property
     def checks_losses(self) -> bool:
-        """Before backward (pretrain_gpt.py, loss_func), and gradients before it sends them (core/distributed/
-        param_and_grad_buffer.py, check_grads), and their norm; a CUDA graph of all passes has no such check."""
+        """Whether the host checks the loss before the backward pass (pretrain_gpt.py, loss_func), gradients before they
+        are reduced (core/distributed/param_and_grad_buffer.py, check_grads), and their norm. With one CUDA graph of all
+        passes, it does not."""
         return self.cuda_graph_impl is None
 
     @property
@@ -241,42 +248,45 @@ class Megatron(StackOptions):
 
     @property
     def hides_sends(self) -> bool:
-        """Whether what stages send each other is behind the computation of another chunk."""
+        """Whether communication between stages overlaps with the computation of another chunk."""
         return self.overlap_p2p_communication and self.virtual_pipeline > 1
 
     @property
     def keeps_remainders(self) -> bool:
-        """Whether of main weights only what bf16 ones lack is kept, and gradients are taken as they were summed: beside
-        fp8 with the delayed recipe alone (megatron/core/optimizer/optimizer_config.py)."""
+        """Whether main weights are stored as the 2 bytes that bf16 weights lack, and gradients are used in the dtype in
+        which they were accumulated. Of the fp8 recipes, only "delayed" allows it
+        (megatron/core/optimizer/optimizer_config.py)."""
         return self.use_precision_aware_optimizer and self.fp8_recipe in (None, "delayed")
 
     def accumulates_in_fp32(self, dtype: str) -> bool:
-        """Whether gradients of a run in `dtype` are summed in fp32."""
+        """Whether gradients of a run in `dtype` are accumulated in fp32."""
         asked = self.accumulate_allreduce_grads_in_fp32
         return dtype == "bf16" if asked is None else asked
 
     def overlap(self, run: Any) -> tuple[str, ...]:
-        """Return "data" with overlap_grad_reduce, and "tensor" for what tensor parallelism sends in backward."""
+        """Return "data" with overlap_grad_reduce, and "tensor" if tensor parallelism's communication in the backward
+        pass overlaps with computation."""
         tensor = run.sequence_parallel or self.async_tensor_model_parallel_allreduce
         return ("data",) * self.overlap_grad_reduce + ("tensor",) * tensor
 
     def recomputed_blocks(self, run: Any, layers: int) -> int:
-        """With recompute_method="block" the first recompute_num_layers of each virtual stage
-        (megatron/core/transformer/transformer_block.py, _checkpointed_forward)."""
+        """Return how many of a rank's `layers` are recomputed: with recompute_method="block", the first
+        recompute_num_layers of each virtual stage (megatron/core/transformer/transformer_block.py,
+        _checkpointed_forward), and otherwise all."""
         if run.checkpointing != "full" or self.recompute_method != "block":
             return layers
         return run.virtual_stages * min(self.recompute_num_layers, layers // run.virtual_stages)
 
     def check_stages(self, stages: tuple[int, ...]) -> None:
-        """Raise SpecError where stages of these numbers of layers cannot be cut into the virtual ones."""
+        """Raise SpecError if stages with these numbers of layers cannot be divided into virtual stages."""
         chunks = self.virtual_pipeline
         given = f"virtual_pipeline={chunks}"
-        ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # there embedding and head are layers too
+        ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # where embedding and head count as layers
         if any((layers + (stage in ends)) % chunks for stage, layers in enumerate(stages)):
             raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")
 
     def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
-        """Raise SpecError for what megatron-core does not train of `spec`; `stages` are their numbers of layers."""
+        """Raise SpecError if megatron-core cannot train `spec`; `stages` are the numbers of layers per stage."""
         self.check_stages(stages)
         self._check_experts(spec, run)
         chunks = self.virtual_pipeline

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Nanotron(StackOptions):
-    """nanotron's options that change memory, by the names of its configuration (src/nanotron/config); it is estimated,
+    """nanotron's options that change memory, by the names in its configuration (src/nanotron/config). It is estimated,
     not simulated.
 
-    `accumulate_grad_in_fp32` of `optimizer` sums gradients in a buffer of fp32, whole on each rank with ZeRO too,
-    beside the half ones of a micro-batch (optim/gradient_accumulator.py). `tp_recompute_allgather` of `parallelism`
-    gathers again in backward what a column-parallel layer was given, instead of keeping it. tp_mode REDUCE_SCATTER is
-    the run's sequence_parallel, recompute_layer its checkpointing="full", zero_stage its `zero`, and the order of a
-    pipeline "1f1b". Stages are cut by what their layers cost to compute, the head among them (models/base.py), which
-    may leave the head, or the loss, a stage of its own.
+    `accumulate_grad_in_fp32` of `optimizer` accumulates gradients in an fp32 buffer, which is unsharded on each rank
+    even with ZeRO, in addition to the 16-bit gradients of a micro-batch (optim/gradient_accumulator.py).
+    `tp_recompute_allgather` of `parallelism` gathers the input of a column-parallel layer again in the backward pass
+    instead of saving it. tp_mode REDUCE_SCATTER is the run's sequence_parallel, recompute_layer its
+    checkpointing="full", zero_stage its `zero`, and the pipeline's schedule is "1f1b". Stages are divided by the cost
+    of computing their layers and the head (models/base.py), so the head, or the loss, may have its own stage.
     """
 
     name = "nanotron"
@@ -57,25 +57,28 @@ class Nanotron(StackOptions):
 
     @property
     def sums_in_fp32(self) -> bool:
-        """Whether each micro-batch's half gradients are added to a buffer in fp32."""
+        """Whether each micro-batch's 16-bit gradients are added to a buffer in fp32."""
         return self.accumulate_grad_in_fp32
 
     @property
     def keeps_ddp(self) -> bool:
-        """Where it sums in half (src/nanotron/trainer.py, make_ddp)."""
+        """True if gradients are accumulated in 16 bits (src/nanotron/trainer.py, make_ddp)."""
         return not self.accumulate_grad_in_fp32
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """bf16 weights, whose fp32 copy is stepped, and flash-attn's kernels, which its layers import."""
+        """Set bf16 weights with an fp32 copy, which the optimizer updates, and flash-attn's kernels, which its layers
+        import."""
         return {"precision": "mixed-bf16", "attention": "flash"}
 
     def layers_of(self, spec: ModelSpec, stages: int) -> tuple[int, ...]:
-        """Return how many layers each of `stages` has. A stage takes layers until it has computed its share (models/
-        base.py, build_model; costs: models/llama.py, get_block_compute_costs), and the head likewise: after it there
-        may be a stage for the loss alone, which is counted as one without work before the head's.
+        """Return the number of layers of each stage.
 
-        Where layers meet a share exactly, the code at c252843 takes one more. The authors' own jobs do not: by their
-        memory, 16 layers and a head that costs as much as 4 are cut 10 + 6 (bench_final2_mfu2.csv, after_pp_fix).
+        A stage gets layers until it reaches its share of the cost (models/base.py, build_model; costs: models/llama.py,
+        get_block_compute_costs), and the head is assigned in the same way. After the head, there may be a stage with
+        only the loss; it is counted as an empty stage before the head's stage.
+
+        If layers reach a share exactly, the code at c252843 adds one more layer. The authors' own jobs do not: by their
+        memory, 16 layers and a head that costs as much as 4 are divided 10 + 6 (bench_final2_mfu2.csv, after_pp_fix).
         """
         layer = 4 * spec.query_width * spec.hidden + 3 * spec.intermediate * spec.hidden
         costs = list(accumulate([layer] * spec.layers))

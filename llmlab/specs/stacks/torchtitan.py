@@ -22,25 +22,26 @@ TitanNorm = Literal["rmsnorm", "fused_rmsnorm"]
 class Torchtitan(StackOptions):
     """torchtitan's options that change memory, by the names in its torchtitan/config/job_config.py.
 
-    `ac` is what backward recomputes: None follows the run's `checkpointing`, and where that is None too is what
-    torchtitan's Llama configurations have, "selective_op": all but attention and every second matrix product.
-    "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
-    0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
-    policy: "default" keeps the final norm and the head gathered until backward, and all in a pipeline; "never" keeps
-    everything. `optimizer` is the implementation of AdamW. `enable_fsdp_float8_all_gather` is read with
-    fp8="tensorwise": its own default is False, True is what its docs/float8.md starts. `compile_loss` is whether "loss"
-    is among compile.components, which compile=True turns on; False too for commits before its loss could be compiled
-    (March 2025). Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash". `optimizer` was
-    "foreach" by default until 2025-02-24. `norm_type`, of its configurations until April 2025, says what RMSNorm is
-    where nothing is compiled: "rmsnorm", as most had it, operator by operator in fp32, as nn.RMSNorm was up to torch
-    2.7; "fused_rmsnorm" one kernel, as nn.RMSNorm has been since.
+    `ac` selects the activations that the backward pass recomputes. None follows the run's `checkpointing`; if that was
+    not given either, it is "selective_op", as in torchtitan's Llama configurations, which recomputes everything except
+    attention and every second matmul. "selective_layers" recomputes one of `every` blocks as a whole.
+    `keeps_attention=False` describes "selective_op" up to release 0.2.0, whose list of saved operators lacks cuDNN's
+    attention, the kernel that an H100 runs. `reshard_after_forward` is FSDP2's policy: "default" keeps the final norm
+    and the head gathered until the backward pass, and in a pipeline all weights; "never" keeps all weights. `optimizer`
+    is the implementation of AdamW; until 2025-02-24 its default was "foreach". `enable_fsdp_float8_all_gather` is read
+    with fp8="tensorwise"; torchtitan's default is False, and the command in its docs/float8.md sets True.
+    `compile_loss`: whether "loss" is among compile.components, which compile=True turns on; give False for commits
+    before the loss could be compiled (March 2025). Releases before 0.2.0 prefer FlashAttention 2: give the run
+    attention="flash". `norm_type`, in its configurations until April 2025, is the RMSNorm of an uncompiled run.
+    "rmsnorm", which most configurations had, runs operator by operator in fp32, as nn.RMSNorm did up to torch 2.7.
+    "fused_rmsnorm" is one kernel, as nn.RMSNorm has been since.
     """
 
     name = "torchtitan"
     families = ("llama", "qwen3", "qwen3_moe")
     expandable_segments = True  # run_train.sh
     own_experts = True  # models/llama4/infra/parallelize.py, apply_fsdp
-    lists_kernels = True  # cuDNN's, FlashAttention and the plain formula (models/attention.py)
+    lists_kernels = True  # cuDNN's, FlashAttention and "math" (models/attention.py)
     recomputes_every_second_matmul = True  # distributed/activation_checkpoint.py
     torch_stages = True  # distributed/pipeline_parallel.py
     counts_embedding_and_head_as_layers = True
@@ -83,20 +84,22 @@ class Torchtitan(StackOptions):
 
     @property
     def recomputes_one_in(self) -> int:
-        """With "selective_layers", the last of `every` (distributed/activation_checkpoint.py, _apply_layer_sac)."""
+        """`every` with "selective_layers", which recomputes the last of that many blocks
+        (distributed/activation_checkpoint.py, _apply_layer_sac); otherwise 0."""
         return self.every if self.ac == "selective_layers" else 0
 
     def accumulates_in_fp32(self, dtype: str) -> bool:
-        """mixed_precision_reduce is float32."""
+        """True, because mixed_precision_reduce is float32."""
         return True
 
     def own_head(self, run: Any) -> bool:
-        """The final norm and the head are a unit, the embedding is another (infra/parallelize.py, apply_fsdp)."""
+        """True: the final norm and the head are one FSDP2 unit, and the embedding is another (infra/parallelize.py,
+        apply_fsdp)."""
         return True
 
     @property
     def keeps_head(self) -> bool:
-        """Whether FSDP2 leaves the head gathered from forward to backward."""
+        """Whether FSDP2 keeps the head gathered from the forward to the backward pass."""
         return self.reshard_after_forward != "always"
 
     def __post_init__(self) -> None:
@@ -104,9 +107,9 @@ class Torchtitan(StackOptions):
         super().__post_init__()
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError for DDP, for a precision that torchtitan does not have with these degrees (see `sets`), for
-        tensor parallelism that leaves norms whole, and if torch's 1F1B has fewer micro-batches than stages, which it
-        refuses (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
+        """Raise SpecError for DDP, for a precision that torchtitan does not support with these degrees (see `sets`),
+        for tensor parallelism without sequence parallelism, and for 1F1B with fewer micro-batches than stages, which
+        torch refuses (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
         pp, accumulation, precision = given["pp"], given["accumulation"], given["precision"]
         if given["zero"] == 0 and given["dp"] * given["cp"] > 1:
             raise SpecError(f"zero=0 with dp={given['dp']}, cp={given['cp']}: torchtitan is described with FSDP2 over "
@@ -124,7 +127,8 @@ class Torchtitan(StackOptions):
                             f"micro-batches as stages; give accumulation={pp}, or schedule='gpipe'")  # fmt: skip
 
     def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
-        """Raise SpecError for a pipeline of Qwen3, and for heads that its classes cannot have or divide."""
+        """Raise SpecError for a pipeline of Qwen3, and for attention heads that its classes do not support or that
+        `tp` does not divide."""
         if spec.family.startswith("qwen3") and run.pp > 1:
             raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline for qwen3 "
                             "(models/qwen3/__init__.py, pipelining_fn); give pp=1, or another stack")  # fmt: skip
@@ -138,8 +142,9 @@ class Torchtitan(StackOptions):
                             "divides them, or another stack")  # fmt: skip
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
-        maybe_enable_amp), and not at all with tensor or pipeline parallelism alone."""
+        """Set bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
+        maybe_enable_amp); and fp32 with only tensor or pipeline parallelism. Also set checkpointing, the ZeRO stage of
+        FSDP2's policy, and sequence parallelism."""
         sharded = given["dp"] * given["cp"] > 1
         never = {"never": True, "default": given["pp"] > 1}.get(self.reshard_after_forward, False)
         modes = {None: "selective", "none": None, "full": "full"}
@@ -152,7 +157,7 @@ class Torchtitan(StackOptions):
 
 
 def _halves(given: Mapping[str, Any]) -> str:
-    """Return the precision that torchtitan has with the degrees in `given`."""
+    """Return the precision that torchtitan supports with the degrees in `given`."""
     if given["dp"] * given["cp"] > 1:
         return "mixed-bf16"
     return "autocast-bf16" if given["tp"] * given["pp"] == 1 else "fp32"

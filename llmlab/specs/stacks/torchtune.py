@@ -13,25 +13,26 @@ if TYPE_CHECKING:
     from ..model import ModelSpec
 
 TuneOptimizer = Literal["AdamW", "AdamW8bit", "PagedAdamW8bit"]
-NF4_ELEMENTS = 64 * 256  # weights of a block of a weight's scales, in torchao's NF4Tensor (dtypes/nf4tensor.py)
-SHARDED_ALONE = {"tok_embeddings", "output"}  # of torchtune's model, beside blocks
+NF4_ELEMENTS = 64 * 256  # weights per block of scales in torchao's NF4Tensor (dtypes/nf4tensor.py)
+SHARDED_ALONE = {"tok_embeddings", "output"}  # modules of torchtune's model outside the blocks
 
 
 @dataclass(frozen=True, repr=False)
 class Torchtune(StackOptions):
-    """torchtune's options that change memory, by the names of its recipes' configurations.
+    """torchtune's options that change memory, by the names in its recipes' configurations.
 
-    `enable_activation_checkpointing` recomputes every block; None follows the run's `checkpointing`, and where that is
-    None too is what the configurations of Llama 3.1 8B have: True, but for LoRA on several devices.
-    `enable_activation_offloading` moves what is kept to the host. `optimizer` is "AdamW" (torch's, fused), or
-    bitsandbytes' "AdamW8bit" and "PagedAdamW8bit", whose states lie outside of PyTorch's allocator; None follows the
-    run's `optimizer`, and where nobody gives that is PagedAdamW8bit for a full fine-tune on one device. There the
-    optimizer also steps in backward (`optimizer_in_bwd`), unless micro-batches are accumulated. If the
-    run gives optimizer="adamw" instead, AdamW steps after backward.
-    `num_output_chunks` are those of CEWithChunkedOutputLoss, 0 stands for torch's CrossEntropyLoss of logits that were
-    cast to fp32. `packed`: several samples share a sequence, and each token brings its position.
-    `fsdp_reshard_after_forward` and `custom_sharded_layers` are FSDP2's, of the recipes for several devices: units of
-    their own beside blocks, () or ("tok_embeddings", "output"), which None takes for a full fine-tune.
+    `enable_activation_checkpointing` recomputes every block. None follows the run's `checkpointing`; if that was not
+    given either, it is the value of the Llama 3.1 8B configurations: True, except for LoRA on several devices.
+    `enable_activation_offloading` moves saved activations to the host. `optimizer` is "AdamW" (torch's, fused), or
+    "AdamW8bit" or "PagedAdamW8bit" of bitsandbytes; the states of the paged one are outside PyTorch's allocator. None
+    follows the run's `optimizer`; if that was not given either, it is PagedAdamW8bit for full fine-tuning on one
+    device. There the optimizer also steps in the backward pass (`optimizer_in_bwd`), unless micro-batches are
+    accumulated. If the run has optimizer="adamw" instead, AdamW steps after the backward pass.
+    `num_output_chunks` is that of CEWithChunkedOutputLoss; 0 stands for torch's CrossEntropyLoss on logits that were
+    cast to fp32. `packed`: several samples share a sequence, and each token has its position as an input.
+    `fsdp_reshard_after_forward` and `custom_sharded_layers` configure FSDP2 in the recipes for several devices. The
+    latter are FSDP2 units outside the blocks: () or ("tok_embeddings", "output"). None means both of these for full
+    fine-tuning, and () for LoRA.
     """
 
     name = "torchtune"
@@ -85,16 +86,17 @@ class Torchtune(StackOptions):
         object.__setattr__(self, "custom_sharded_layers", layers)
 
     def own_head(self, run: Any) -> bool:
-        """Whether the head of `run` is a unit of FSDP2, and the embedding another; tied ones are none."""
+        """Whether the head of `run` is an FSDP2 unit, and the embedding another; tied ones are not."""
         return run.lora is None if self.custom_sharded_layers is None else bool(self.custom_sharded_layers)
 
     @property
     def keeps_head(self) -> bool:
-        """Whether FSDP2 leaves the head gathered from forward to backward."""
+        """Whether FSDP2 keeps the head gathered from the forward to the backward pass."""
         return not self.fsdp_reshard_after_forward
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """bf16 throughout; on several devices FSDP2."""
+        """Set bf16 for everything, the recomputation and the optimizer of the configurations, and FSDP2 on several
+        devices."""
         sharded, full = given["dp"] > 1, given["lora"] is None
         recomputes = self.enable_activation_checkpointing
         if recomputes is None:
@@ -108,7 +110,7 @@ class Torchtune(StackOptions):
         }
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError where an option cannot go with the run's fields `given`."""
+        """Raise SpecError if an option contradicts the run's fields `given`."""
         if self.optimizer_in_bwd and given["accumulation"] > 1:
             told = f"accumulation={given['accumulation']} with Torchtune(optimizer_in_bwd=True)"
             raise SpecError(f"{told}: each gradient is freed at once and cannot accumulate; give accumulation=1 or "
@@ -122,8 +124,9 @@ class Torchtune(StackOptions):
                             "enable_activation_checkpointing=True")  # fmt: skip
 
     def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
-        """Raise SpecError where torchtune adapts nothing of attention (models/llama3/_component_builders.py,
-        lora_llama3_self_attention), or torchao cannot quantize a linear of `spec`: its scales come in whole blocks."""
+        """Raise SpecError if no layer of attention has an adapter (models/llama3/_component_builders.py,
+        lora_llama3_self_attention), or if torchao cannot quantize a linear layer of `spec`, because its elements do not
+        fill whole blocks of scales."""
         attention = [linear.name for linear in spec.block_linears if linear.part == "attention"]
         if run.lora and not set(attention) & set(run.lora.targets):
             raise SpecError(f"targets={run.lora.targets} with stack='torchtune': it needs an adapter in attention too; "
@@ -138,12 +141,12 @@ class Torchtune(StackOptions):
                                 "drop quantization, or give another stack")  # fmt: skip
 
     def paged(self, run: Any) -> bool:
-        """Whether the states of `run` lie in memory that the driver pages."""
+        """Whether the optimizer states of `run` are in paged memory, which the driver moves between GPU and host."""
         chosen = self.optimizer is None and run.lora is None and run.dp == 1
         return run.optimizer == "adamw-8bit" and (self.optimizer == "PagedAdamW8bit" or chosen)
 
     def steps_in_backward(self, run: Any) -> bool:
-        """Whether each parameter of `run` is updated as soon as it has its gradient."""
+        """Whether each parameter of `run` is updated in the backward pass, as soon as it has its gradient."""
         if self.optimizer_in_bwd is None:
             replaced = self.optimizer is None and run.optimizer == "adamw"  # on one device: see `sets`
             return run.lora is None and run.dp == 1 and run.accumulation == 1 and not replaced

@@ -9,8 +9,8 @@ from .options import StackOptions
 
 @dataclass(frozen=True, repr=False)
 class Transformers(StackOptions):
-    """What the name "transformers" stands for: its classes, in llmlab's own steps (step), with torch's engines, or with
-    DeepSpeed's by the fields `zero` and `offload`. It has no options."""
+    """The stack "transformers": its model classes in llmlab's own steps (step), with torch's engines, or with
+    DeepSpeed's if the fields `zero` and `offload` ask for it. It has no options."""
 
     name = "transformers"
     has_package = False
