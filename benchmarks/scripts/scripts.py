@@ -164,7 +164,8 @@ def classified(case: Case, code: int, stopped: str, output: str, said: str) -> d
             known = case.own and any(case.own in line for line in lines[:at])
             return {"outcome": OWN if known else RAW, "said": error[:400]}
         refused = code == 2 and last.startswith("llmlab: ") and "Traceback (most recent call last)" not in lines[-5:]
-        return {"outcome": REFUSED if refused else RAW, "said": last.removeprefix("llmlab: ")[:400]}
+        outcome = OWN if case.own and case.own in last else REFUSED if refused else RAW
+        return {"outcome": outcome, "said": last.removeprefix("llmlab: ")[:400]}
     if stopped or answer["outcome"] == "unknown":
         outcome = TOO_LONG
     elif answer["outcome"] == "out of memory":
