@@ -14,7 +14,7 @@ from ..specs.stages import layers_of
 
 
 def recomputed_blocks(spec: ModelSpec, run: Training) -> int:
-    """Return the number of blocks of which the backward pass recomputes at least a part."""
+    """Return the number of blocks that the backward pass recomputes at least in part."""
     if run.checkpointing is None:
         return 0
     return sum(stack_of(run).recomputed_blocks(run, layers) for layers in layers_of(spec, run))
@@ -26,7 +26,7 @@ def wholly_recomputed_blocks(spec: ModelSpec, run: Training) -> int:
 
 
 def share_again(spec: ModelSpec, run: Training) -> float:
-    """Return the fraction of the blocks of which the backward pass recomputes at least a part."""
+    """Return the fraction of the blocks that the backward pass recomputes at least in part."""
     return recomputed_blocks(spec, run) / spec.layers
 
 
