@@ -127,7 +127,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return log p(targets), (B, T) in fp32, from whole logits (B, T, V). The backward pass allocates their gradient, and
-    no other copy of them exists (trl/kernels/logprob_entropy.py)."""
+    """Return log p(targets), (B, T) in fp32, from whole logits (B, T, V). The backward pass allocates their gradient,
+    and no other copy of them exists (trl/kernels/logprob_entropy.py)."""
     result: Tensor = _LogProbs.apply(logits, targets)
     return result
