@@ -148,8 +148,8 @@ def _factored(factor: float, sizes: Mapping[str, int], elements: Set[int]) -> tu
     """Return a coefficient as a small number times up to three sizes of the model, or as a plain number.
 
     Sizes are often multiples of one another: if the MLP is 4 times as wide as the model, 4 bytes · h · f is also
-    1 byte · f · f. The small number is the bytes of an element if possible, otherwise the smallest one. Up to 8 bytes are
-    one number, such as a token id, even if the model has 8 heads.
+    1 byte · f · f. The small number is the bytes of an element if possible, otherwise the smallest one. Up to 8 bytes
+    are one number, such as a token id, even if the model has 8 heads.
     """
     for count in (1, 2, 3) if factor > 8 else ():
         left = {names: factor / prod(sizes[name] for name in names)

@@ -98,8 +98,8 @@ def test_where_nothing_can_be_derived_a_plain_transformer_answers_and_the_reason
 
 
 def test_a_peak_is_explained_by_the_tensors_that_are_alive():
-    """An eager SwiGLU saves four tensors of its width for each token, AdamW two numbers per weight. Token ids are int64,
-    so they have 8 bytes, and not one byte for each of 8 key/value heads."""
+    """An eager SwiGLU saves four tensors of its width for each token, AdamW two numbers per weight. Token ids are
+    int64, so they have 8 bytes, and not one byte for each of 8 key/value heads."""
     run, config = lab.Training(micro_batch=4, seq_len=1536, precision="bf16"), {**OLMO, "num_key_value_heads": 8}
     peak = lab.explain(config, run, "A100-80GB")
     assert peak.total == sum(term.bytes for term in peak.terms) == lab.estimate(config, run, "A100-80GB").peak_allocated
