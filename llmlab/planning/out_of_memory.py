@@ -117,8 +117,8 @@ class OutOfMemory(Tabular):
         if self.short == 0:
             return (
                 f"Fragmentation caused the error: {holes}, and the request needed {show_bytes(self.requested)} in one "
-                "piece. Expandable segments (torch 2.1 and newer) join such pieces and would probably have prevented the "
-                f"error: set {self.variable}=expandable_segments:True."
+                "piece. Expandable segments (torch 2.1 and newer) join such pieces and would probably have prevented "
+                f"the error: set {self.variable}=expandable_segments:True."
             )
         if self.others > max(self.short, self.capacity / 4):
             return (

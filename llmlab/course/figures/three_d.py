@@ -43,8 +43,8 @@ def draw_mesh(sizes: Mapping[str, int], groups: Mapping[str, Sequence[int]], not
         box(ax, 8, 364 + 20 * row, 12, 12, "", AXES[axis])
         label(ax, 26, 370 + 20 * row, text)
     members = "; ".join(f"{axis}: {_shortened(group)}" for axis, group in groups.items())
-    return finished(picture, f"{pp} stages of {nodes} nodes with {GPUS_PER_NODE} GPUs. The groups of rank 0: {members}. "
-                    f"{'; '.join(notes.values())}.")  # fmt: skip
+    return finished(picture, f"{pp} stages of {nodes} nodes with {GPUS_PER_NODE} GPUs. The groups of rank 0: {members}."
+                    f" {'; '.join(notes.values())}.")  # fmt: skip
 
 
 def _shortened(ranks: Sequence[int]) -> str:
