@@ -117,11 +117,13 @@ class Backward(NamedTuple):
 
 class Traced(NamedTuple):
     """Seconds of a step whose kernels were traced one by one (`simulate`), which replace those of the formulas.
-    `attention` is the attention kernel, named as in `share.attention_kernel`."""
+    `attention` is the attention kernel, named as in `share.attention_kernel`. The GPU waits `waited` seconds in the
+    passes for the CPU to launch these kernels."""
 
     passes: Passes
     update: float
     attention: str
+    waited: float = 0.0
 
 
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
