@@ -64,6 +64,8 @@ def _speculative(service: Service) -> dict[str, object]:
 
 def _sglang(model: str, service: Service) -> list[str]:
     copies = service.dp_attention
+    limits = (service.max_num_seqs, service.max_num_batched_tokens)
+    seqs, tokens = (limit and limit * copies for limit in limits)  # SGLang divides both by the copies
     return [
         "python", "-m", "sglang.launch_server",
         *_given({
@@ -73,8 +75,8 @@ def _sglang(model: str, service: Service) -> list[str]:
             "--dp-size": copies if copies > 1 else None,
             "--ep-size": service.ep if service.ep > 1 else None,
             "--context-length": service.max_model_len,
-            "--max-running-requests": service.max_num_seqs,
-            "--chunked-prefill-size": service.max_num_batched_tokens,
+            "--max-running-requests": seqs,
+            "--chunked-prefill-size": tokens,
             "--scheduler-recv-interval": service.prefill_interval if service.prefill_interval > 1 else None,
             **(_sglang_draft(service) if service.draft else {}),
             "--quantization": QUANTIZATION.get(service.weights),
