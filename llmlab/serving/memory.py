@@ -21,7 +21,7 @@ from .service import Service
 
 BLOCK = 16  # tokens per block of the cache
 # What libraries take outside of torch while vLLM starts: 0.13 GiB, as 0.11 logged for gpt-oss-20b on an H100. The CUDA
-# context and NCCL's buffers are there before vLLM looks at the memory (gpu_worker.py, init_device), and are not counted:
+# context and NCCL's buffers are there before vLLM looks at the memory (gpu_worker.py, init_device) and are not counted:
 # the part of the GPU that it leaves free has them. ALL_REDUCE is what else several GPUs take: the logs of Llama-3.3-70B
 # and Qwen3-32B on two H100s have 0.55 and 0.54 GiB where those of one have 0.13 and 0.14.
 OUTSIDE = int(0.13 * 2**30)

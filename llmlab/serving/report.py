@@ -170,7 +170,7 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     needed = min(slot_tokens(service), spec.max_positions) if llamacpp else spec.max_positions
     longest = service.max_model_len or needed
     if longest > spec.max_positions:
-        raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions; give at most so many")
+        raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions; give no more")
     if service.prompt_len + service.output_len > longest:
         total = f"prompt_len={service.prompt_len} and output_len={service.output_len} are more"
         raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")

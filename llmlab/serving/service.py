@@ -117,7 +117,8 @@ class Service:
         if not 0 < self.range_ratio <= 1:
             raise SpecError(f"range_ratio={self.range_ratio!r}: give a share of the longest request, 0 < share <= 1")
         if self.concurrency is not None and self.concurrency > MOST_USERS:
-            raise SpecError(f"concurrency={self.concurrency}: give {MOST_USERS} at most, or divide the users into copies")
+            given = self.concurrency
+            raise SpecError(f"concurrency={given}: give at most {MOST_USERS:,}, the users of one deployment")
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise SpecError(f"rate={self.rate!r}: give requests per second above 0, or None")
         if self.rate is not None and self.concurrency is not None:
