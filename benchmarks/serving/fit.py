@@ -1,6 +1,6 @@
 """Fit the seconds that engines' hosts take, the constants of llmlab/serving/step.py and load.py, to the fit rows.
 
-    python -m benchmarks.serving.fit           # 20 minutes; prints the constants
+    python -m benchmarks.serving.fit           # half an hour; prints the constants
     python -m benchmarks.serving.fit --list    # the ids of the rows
 
 Each constant in turn is multiplied or divided by STEP while that makes the mean |ln(predicted / measured)| of the time
