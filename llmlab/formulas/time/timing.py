@@ -226,6 +226,8 @@ def _other_hosts(
     Each host waits `waits` seconds for the GPU.
 
     Hosts differ as much as the slowest and the fastest whose operators were measured, and for hooks by `hook_spread`.
+    This covers published hosts: eager loops that wait for them took 0.65 to 1.44 times as long as for `host`
+    (benchmarks/time/throughputs.toml, and OPT on an L40S and BERT on an A100 in transformers 4.46's pages).
     DeepSpeed's stages 1 and 2 run Python after each gradient, which no count of operators includes, so a slow host may
     need twice the time of the operators.
     """
