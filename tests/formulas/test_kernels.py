@@ -281,7 +281,8 @@ def test_intervals_widen_where_engines_and_hosts_differ():
         report = lab.estimate("Llama-3.2-1B", run, card)
         return report.step_seconds_high / report.step_seconds_low
 
-    alone, long = replace(run, dp=1, zero=0), replace(run, accumulation=64)
+    long = replace(run, accumulation=64)
+    alone = replace(long, dp=1, zero=0)
     assert width(long, "A100") == pytest.approx(width(alone, "A100"), rel=0.02)
     assert width(run, "A100") > 1.2 * width(long, "A100")  # an engine's own time, beside a short step
     piped = replace(long, dp=4, pp=2)  # by an engine that is not named
@@ -307,7 +308,7 @@ def test_products_that_are_extrapolated_widen_the_interval():
         share = outside(spec, replace(run, micro_batch=rows), found).extrapolated_s / report.step_seconds
         assert (0.03 < share < 0.1) if rows == 8 else (0.2 < share < 0.4)
         wide = (spread["measured"] ** 2 + (share * spread["beyond"]) ** 2) ** 0.5
-        assert log(report.step_seconds_high / report.step_seconds) == pytest.approx(wide)
+        assert log(report.step_seconds_high / report.step_seconds) == pytest.approx(wide, rel=0.005)
 
 
 def test_rows_that_are_not_whole_16_bytes_take_longer():
@@ -344,8 +345,8 @@ def test_misaligned_rows_take_longer_still_on_hopper():
 
 
 def test_misaligned_rows_that_nobody_timed_on_a_chip_may_take_longer():
-    run, spec, ada = Training(micro_batch=8, seq_len=1024, precision="bf16"), lab.model("gpt2"), kernels("RTX-4090")
-    odd = outside(spec, run, ada)
+    run, spec = Training(micro_batch=8, seq_len=1024, accumulation=64, precision="bf16"), lab.model("gpt2")
+    odd = outside(spec, run, kernels("RTX-4090"))
     assert odd.maybe_more_s == pytest.approx(2 * odd.misaligned_s) and odd.maybe_less_s == 0
     report = lab.estimate(spec, run, "RTX-4090")
     assert "which may take 3 times as long" in report.time_sources["products"]

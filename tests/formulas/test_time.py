@@ -98,7 +98,7 @@ def test_no_units_no_time():
 
 
 def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
-    run = Training(micro_batch=16, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
+    run = Training(micro_batch=256, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
     said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the ratio of meas",
             "RTX-6000-Ada": "transferred from L40S by the ratio of data", "T4": "fitted to 32 LoRA",
             "V100": "transferred from A100-80GB by the ratio of meas", "MI350X": "large matmuls at 1435"}
@@ -107,7 +107,7 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
         report = lab.estimate("gpt2", run, card)
         assert words in report.time_sources["products"]
         wide[card] = report.step_seconds_high / report.step_seconds_low
-    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"])
+    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"], rel=0.01)
     assert wide["T4"] < wide["H100"] < wide["A100-40GB"] < min(wide["V100"], wide["MI350X"])
     slower = kernels("H100").slower("flash", run.seq_len, 64)
     said = lab.estimate("gpt2", replace(run, attention="flash"), "H100").time_sources["attention"]
@@ -464,6 +464,21 @@ def test_a_step_that_waits_for_its_host_is_as_uncertain_as_the_host():
     assert slower == pytest.approx(max(hosts) / min(hosts), rel=0.1)
     own = kernels(lab.gpu("H100")).interval
     assert computes.step_seconds_high / computes.step_seconds == pytest.approx(own, rel=0.01)
+
+
+def test_short_steps_on_one_gpu_may_wait_for_their_loop():
+    """Published loops of small models took some milliseconds longer than their kernels, which long steps hide. Several
+    GPUs have an engine, whose time is added."""
+    run = Training(seq_len=1024, precision="autocast-bf16", attention="flash", compile=True)
+    own = kernels(lab.gpu("H100")).interval
+
+    def widths(**changes):
+        report = lab.estimate("gpt2", replace(run, **changes), "H100")
+        return report.step_seconds_high / report.step_seconds, report.step_seconds / report.step_seconds_low
+
+    short, long = widths(micro_batch=8), widths(micro_batch=8, accumulation=64)
+    assert short[0] > 1.3 * own and long[0] == pytest.approx(own, rel=0.01)
+    assert short[1] == pytest.approx(own, rel=0.01)
 
 
 def test_dtensor_takes_the_host_longer_than_a_b200_multiplies():
