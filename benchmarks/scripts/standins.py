@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from llmlab.data import corpus
+from llmlab.specs.model import model as preset
 
 ROWS = 128
 END = "<|endoftext|>"
@@ -76,6 +77,25 @@ T5_BASE = {
     "model_type": "t5", "vocab_size": 50300, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12,
     "decoder_start_token_id": 0, "architectures": ["T5ForConditionalGeneration"],
 }  # fmt: skip
+PYTHIA_1B = {
+    "model_type": "gpt_neox", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 8, "rotary_pct": 0.25, "torch_dtype": "float16",
+    "architectures": ["GPTNeoXForCausalLM"],
+}  # fmt: skip
+QWEN15_2B = {
+    **QWEN2, "hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FEW = 2  # layers of models that are too large for a check
+# Models of the presets, with the chat template of TRL's that is theirs, and all their layers or few.
+PRESETS = {
+    "Qwen/Qwen3-0.6B": ("Qwen/Qwen3-0.6B", "qwen3", None), "Qwen/Qwen3-1.7B": ("Qwen/Qwen3-1.7B", "qwen3", None),
+    "Qwen/Qwen3-4B": ("Qwen/Qwen3-4B", "qwen3", FEW),
+    "Qwen/Qwen3-4B-Instruct-2507": ("Qwen/Qwen3-4B", "qwen3_instruct_2507", FEW),
+    "Qwen/Qwen2.5-Math-1.5B-Instruct": ("Qwen/Qwen2.5-1.5B", "qwen2_5", None),
+    "meta-llama/Llama-3.2-1B-Instruct": ("meta-llama/Llama-3.2-1B", "llama3_2", None),
+    "openai/gpt-oss-20b": ("openai/gpt-oss-20b", "gptoss", FEW),
+}  # fmt: skip
 MODELS = {
     "openai-community/gpt2": GPT2, "gpt2": GPT2, "gpt2-xl": GPT2_XL,
     "facebook/opt-350m": OPT_350M, "facebook/opt-6.7b": OPT_6B,
@@ -85,7 +105,11 @@ MODELS = {
     "FacebookAI/roberta-large": ROBERTA, "roberta-large": ROBERTA,
     "answerdotai/ModernBERT-base": MODERNBERT, "distilbert-base-uncased": {"model_type": "distilbert"},
     "huggyllama/llama-7b": LLAMA_7B, "meta-llama/Llama-2-7b-hf": LLAMA_7B, "google-t5/t5-base": T5_BASE,
-    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2_360M,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2_360M, "Qwen/Qwen2-1.5B-Instruct": QWEN2_1B,
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN2, "trl-lib/qwen1.5-1.8b-sft": QWEN15_2B, "bert-base-uncased": BERT,
+    "EleutherAI/pythia-1b-deduped": PYTHIA_1B, "trl-lib/pythia-1b-deduped-tldr-sft": PYTHIA_1B,
+    "trl-lib/pythia-1b-deduped-tldr-rm": PYTHIA_1B, "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": PYTHIA_1B,
+    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": PYTHIA_1B,
 }  # fmt: skip
 
 
@@ -109,7 +133,7 @@ class StandIns:
         self.pictures()
         self.stable_diffusion()
         beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.torchao, self.lightning, self.deepspeed)
-        for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm):
+        for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm, self.trl, self.trl_rows, self.seeing):
             try:
                 part()
             except (FileNotFoundError, ImportError) as missing:
@@ -418,6 +442,135 @@ class StandIns:
             before = "vision_model." if "siglip" in name else ""  # on the hub, as in transformers before 5
             state = {before + key.removeprefix(before): value for key, value in model.state_dict().items()}
             without_values(state, folder / "model.safetensors")
+
+    def trl(self) -> None:
+        """The models of TRL's examples, with TRL's own chat templates."""
+        templates = self.clones / "trl/trl/chat_templates"
+        for name, (source, template, layers) in PRESETS.items():
+            config = json.loads(json.dumps(preset(source).config, default=dict))
+            if layers:
+                config |= {"num_hidden_layers": layers}
+                config |= {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
+            folder = self.model(name, config)
+            shutil.copy(templates / f"{template}.jinja", folder / "chat_template.jinja")
+
+    def trl_rows(self) -> None:
+        """The rows of TRL's examples."""
+        p, numbers = self.paragraph, range(2 * ROWS)
+
+        def say(role: str, number: int) -> dict[str, str]:
+            return {"role": role, "content": p(number)[:400]}
+
+        sets: dict[str, list[dict[str, Any]]] = {
+            "gsm8k": [{"question": p(i)[:300], "answer": f"{p(i + 1)[:300]} #### {i}"} for i in numbers],
+            "numina": [
+                {"problem": p(i)[:300], "solution": f"\\boxed{{{i}}}", "messages": [say("user", i)]}
+                for i in range(20 * ROWS)
+            ],
+            "steps": [
+                {"prompt": p(i)[:200], "completions": [p(i + 1)[:80], p(i + 2)[:80]], "labels": [True, i % 2 == 0]}
+                for i in numbers
+            ],
+            "tldr": [{"prompt": p(i)[:600] + " TL;DR:", "completion": " " + p(i + 1)[:120]} for i in numbers],
+            "triples": [
+                {"prompt": p(i)[:300], "reference": p(i + 1), "chosen": p(i + 2), "rejected": p(i + 3)}
+                for i in numbers
+            ],
+            "answered": [{"prompt": p(i)[:300], "golden_response": p(i + 1)[:300]} for i in numbers],
+            "helpful": [
+                {"prompt": [say("user", i)], "chosen": [say("assistant", i + 1)], "rejected": [say("assistant", i + 2)]}
+                for i in numbers
+            ],
+            "tools": [
+                {"user_content": p(i)[:100], "tool_name": "search_google", "tool_arguments": '{"query": "a"}'}
+                for i in numbers
+            ],
+            "genes": [{"Official Symbol A": f"A{i}", "Official Symbol B": f"B{i}"} for i in numbers],
+            "genes_asked": [{"question": f"Does the gene A{i} act on B{i}?", "answer": "Yes"} for i in numbers],
+        }  # fmt: skip
+        for name, rows in sets.items():
+            (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def seeing(self) -> None:
+        """Models that see, with their processors, and rows with pictures."""
+        from datasets import Dataset, Features, Image, List, Value
+        from transformers import (
+            CLIPImageProcessor, Gemma3ImageProcessor, Gemma3Processor, LlavaProcessor, PreTrainedTokenizerFast,
+            Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor,
+        )  # fmt: skip
+
+        def tokenizer(template: str, *added: str, **named: str) -> PreTrainedTokenizerFast:
+            made = PreTrainedTokenizerFast.from_pretrained(self.work / "tokenizer")
+            made.add_special_tokens({"additional_special_tokens": list(added)})
+            for name, token in named.items():
+                setattr(made, name, token)
+            made.chat_template = template
+            return made
+
+        def save(name: str, config: dict[str, Any], processor: Any) -> None:
+            folder = self.model(name, config)
+            for file in folder.glob("token*"):
+                file.unlink()
+            processor.save_pretrained(folder)
+
+        templates = self.clones / "trl/trl/chat_templates"
+        words = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+        says = tokenizer((templates / "qwen2_5_vl.jinja").read_text(), *words)
+        config = json.loads(json.dumps(preset("Qwen/Qwen2.5-VL-3B-Instruct").config, default=dict))
+        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+        config |= dict(zip(names, says.convert_tokens_to_ids(list(words[2:])), strict=True))
+        config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+        config["text_config"]["num_hidden_layers"] = config["vision_config"]["depth"] = FEW
+        config["vision_config"]["fullatt_block_indexes"] = [1]
+        sees = Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), says, Qwen2VLVideoProcessor(), says.chat_template)
+        save("Qwen/Qwen2.5-VL-3B-Instruct", config, sees)
+
+        says = tokenizer((templates / "llava_next.jinja").read_text(), "<image>")
+        looks = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14,
+                 "num_hidden_layers": FEW + 1, "num_attention_heads": 16, "image_size": 336}  # fmt: skip
+        config = {
+            "model_type": "llava", "text_config": {**LLAMA_7B, "vocab_size": 32064, "num_hidden_layers": FEW},
+            "vision_config": looks, "image_token_index": says.convert_tokens_to_ids("<image>"),
+            "architectures": ["LlavaForConditionalGeneration"], "torch_dtype": "float16",
+        }  # fmt: skip
+        sees = LlavaProcessor(
+            CLIPImageProcessor(size={"shortest_edge": 336}, crop_size=336), says, patch_size=14,
+            vision_feature_select_strategy="default", chat_template=says.chat_template, num_additional_image_tokens=1,
+        )  # fmt: skip
+        save("llava-hf/llava-1.5-7b-hf", config, sees)
+
+        named = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+        for name, source in (("google/gemma-3-4b-it", "4b"), ("google/gemma-3-12b-it", "12b")):
+            says = tokenizer((templates / "gemma3.jinja").read_text(), *named.values(), **named)
+            for token, text in list(named.items()):
+                setattr(says, f"{token}_id", says.convert_tokens_to_ids(text))
+            config = json.loads(json.dumps(preset(f"google/gemma-3-{source}-pt").config, default=dict))
+            config |= {"boi_token_index": says.boi_token_id, "eoi_token_index": says.eoi_token_id,
+                       "image_token_index": says.image_token_id, "architectures": ["Gemma3ForConditionalGeneration"]}
+            config["text_config"]["num_hidden_layers"] = config["vision_config"]["num_hidden_layers"] = FEW
+            save(name, config, Gemma3Processor(Gemma3ImageProcessor(), says, says.chat_template))
+
+        def turn(role: str, *parts: dict[str, str]) -> dict[str, Any]:
+            return {"role": role, "content": list(parts)}
+
+        p, picture = self.paragraph, str(self.data / "captioned/0.png")
+        small = str(self.data / "pictures/train/cat/0.png")
+        image = {"type": "image", "text": None}
+        shown = [{"images": [picture], "messages": [
+            turn("user", {"type": "text", "text": p(i)[:100]}, image),
+            turn("assistant", {"type": "text", "text": p(i + 1)[:200]})]} for i in range(ROWS)]  # fmt: skip
+        part = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
+        features = Features({"images": List(Image()), "messages": part})
+        Dataset.from_list(shown, features=features).to_parquet(str(self.data / "shown.parquet"))
+        compared = [{"images": [picture], "prompt": [
+            turn("user", image, {"type": "text", "text": p(i)[:100]})],
+            "chosen": [turn("assistant", {"type": "text", "text": p(i + 1)[:200]})],
+            "rejected": [turn("assistant", {"type": "text", "text": p(i + 2)[:200]})]} for i in range(ROWS)]
+        features = Features({"images": List(Image()), "prompt": part, "chosen": part, "rejected": part})
+        Dataset.from_list(compared, features=features).to_parquet(str(self.data / "compared.parquet"))
+        solved = [{"image": small, "problem": p(i)[:100], "solution": f"\\boxed{{{i}}}"} for i in range(2 * ROWS)]
+        features = Features({"image": Image(), "problem": Value("string"), "solution": Value("string")})
+        Dataset.from_list(solved, features=features).to_parquet(str(self.data / "solved.parquet"))
 
     def stable_diffusion(self) -> None:
         """Stable Diffusion 1's folder, and its decoder under a name of the hub."""
