@@ -176,12 +176,15 @@ def _save(cls: Any, folder: Path, config: Any) -> None:
     """Save the weights of a model of class `cls` with this config, without values, into `folder`. Write nothing else,
     because the other files are the user's, or links to them."""
     import torch
+    from transformers import modeling_utils
 
     config = cls.config_class.from_pretrained(folder) if config is None else config
     with _silent():
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        with tempfile.TemporaryDirectory() as own:
+        # Under ZeRO-3, models within the model would be created in parts, one for each rank.
+        whole = mock.patch.object(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
+        with tempfile.TemporaryDirectory() as own, whole:
             cls(config).to(dtype).save_pretrained(own, max_shard_size="1000TB")
             os.replace(os.path.join(own, WEIGHTS_FILE), folder / WEIGHTS_FILE)  # in memory
 

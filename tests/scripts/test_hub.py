@@ -58,6 +58,26 @@ def test_a_config_of_the_user_s_stands_in_for_any_name(home):
     assert sorted(os.listdir(home)) == ["config.json", "load.py"]
 
 
+def test_models_within_a_model_load_under_zero3(home):
+    pytest.importorskip("deepspeed")
+    looks = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+             "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = {"model_type": "llava", "text_config": TINY, "vision_config": {"model_type": "clip_vision_model", **looks}}
+    (home / "llava.json").write_text(json.dumps({**config, "architectures": ["LlavaForConditionalGeneration"]}))
+    (home / "zero3.py").write_text("""
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.integrations import HfDeepSpeedConfig
+zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+torch.distributed.init_process_group()
+model = AutoModelForImageTextToText.from_pretrained("me/mine")
+print({p.ds_numel > 0 and p.numel() == 0 for p in model.parameters()})
+""")
+    result = run("--config", "me/mine=llava.json", "--world-size", "2", "zero3.py")
+    assert result.exit_code == 0, result.stderr
+    assert "{True}" in result.stdout
+
+
 def test_experts_load_too(home):
     several = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
     experts = TINY | {"model_type": "mixtral"} | several
