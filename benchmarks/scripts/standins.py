@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from llmlab.data import corpus
+from llmlab.specs.generic import architecture
 from llmlab.specs.model import model as preset
 
 ROWS = 128
@@ -133,7 +134,8 @@ class StandIns:
         self.pictures()
         self.stable_diffusion()
         beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.torchao, self.lightning, self.deepspeed)
-        for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm, self.trl, self.trl_rows, self.seeing):
+        for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm, self.trl, self.trl_rows, self.seeing,
+                     self.newer):
             try:
                 part()
             except (FileNotFoundError, ImportError) as missing:
@@ -445,13 +447,37 @@ class StandIns:
 
     def trl(self) -> None:
         """The models of TRL's examples, with TRL's own chat templates."""
+        from transformers import Cohere2Config, DiffusionGemmaConfig, NemotronHConfig
+
         templates = self.clones / "trl/trl/chat_templates"
         for name, (source, template, layers) in PRESETS.items():
             config = json.loads(json.dumps(preset(source).config, default=dict))
+            config["architectures"] = [architecture(config["model_type"])]
             if layers:
                 config |= {"num_hidden_layers": layers}
                 config |= {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
+            if config["model_type"] == "gpt_oss":  # of its config.json on the Hub
+                kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+                config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
             folder = self.model(name, config)
+            shutil.copy(templates / f"{template}.jinja", folder / "chat_template.jinja")
+        defaults = {
+            "CohereLabs/tiny-aya-global": Cohere2Config(
+                hidden_size=2048, intermediate_size=11008, num_hidden_layers=FEW, num_attention_heads=16,
+                num_key_value_heads=4, dtype="float16", architectures=["Cohere2ForCausalLM"],
+            ),
+            "google/diffusiongemma-26B-A4B-it": DiffusionGemmaConfig(
+                text_config={"num_hidden_layers": FEW, "num_experts": 8, "top_k_experts": 2},
+                vision_config={"num_hidden_layers": FEW},
+                architectures=["DiffusionGemmaForBlockDiffusion"],
+            ),
+            "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NemotronHConfig(
+                hidden_size=2688, layers_block_type=["linear_attention", "moe", "full_attention"],
+                moe_intermediate_size=1856, dtype="bfloat16", architectures=["NemotronHForCausalLM"],
+            ),
+        }  # fmt: skip
+        for (name, config), template in zip(defaults.items(), ("cohere2", "diffusion_gemma", "nemotron_3_nano"), strict=True):
+            folder = self.model(name, json.loads(config.to_json_string()))
             shutil.copy(templates / f"{template}.jinja", folder / "chat_template.jinja")
 
     def trl_rows(self) -> None:
@@ -485,6 +511,7 @@ class StandIns:
                 {"user_content": p(i)[:100], "tool_name": "search_google", "tool_arguments": '{"query": "a"}'}
                 for i in numbers
             ],
+            "cots": [{"prompt": p(i)[:200], "messages": [say("user", i), say("assistant", i + 1)]} for i in numbers],
             "genes": [{"Official Symbol A": f"A{i}", "Official Symbol B": f"B{i}"} for i in numbers],
             "genes_asked": [{"question": f"Does the gene A{i} act on B{i}?", "answer": "Yes"} for i in numbers],
         }  # fmt: skip
@@ -500,10 +527,8 @@ class StandIns:
         )  # fmt: skip
 
         def tokenizer(template: str, *added: str, **named: str) -> PreTrainedTokenizerFast:
-            made = PreTrainedTokenizerFast.from_pretrained(self.work / "tokenizer")
-            made.add_special_tokens({"additional_special_tokens": list(added)})
-            for name, token in named.items():
-                setattr(made, name, token)
+            made = PreTrainedTokenizerFast.from_pretrained(self.work / "tokenizer", extra_special_tokens=named)
+            made.add_tokens(list(added), special_tokens=True)
             made.chat_template = template
             return made
 
@@ -541,9 +566,7 @@ class StandIns:
 
         named = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
         for name, source in (("google/gemma-3-4b-it", "4b"), ("google/gemma-3-12b-it", "12b")):
-            says = tokenizer((templates / "gemma3.jinja").read_text(), *named.values(), **named)
-            for token, text in list(named.items()):
-                setattr(says, f"{token}_id", says.convert_tokens_to_ids(text))
+            says = tokenizer((templates / "gemma3.jinja").read_text(), **named)
             config = json.loads(json.dumps(preset(f"google/gemma-3-{source}-pt").config, default=dict))
             config |= {"boi_token_index": says.boi_token_id, "eoi_token_index": says.eoi_token_id,
                        "image_token_index": says.image_token_id, "architectures": ["Gemma3ForConditionalGeneration"]}
@@ -605,6 +628,104 @@ class StandIns:
             "scheduler": ["diffusers", "DDPMScheduler"],
         }  # fmt: skip
         (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **parts}))
+
+    def newer(self) -> None:
+        """What the repositories of 2024 to 2026 read: bytes of text, puzzles, features of pictures, FLUX and SD 3."""
+        import gzip
+
+        from PIL import Image as Picture
+
+        with gzip.open(self.clones / "x-transformers/data/enwik8.gz", "wb", compresslevel=1) as file:
+            file.write((self.text.encode() * (95_000_000 // len(self.text) + 1))[:95_000_000])
+        shutil.copytree(self.data / "MNIST", self.clones / "minRF/data/MNIST", dirs_exist_ok=True)
+        for kind, shape in (("features", (1, 4, 32, 32)), ("labels", (1,))):
+            folder = self.data / f"features/imagenet256_{kind}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for i in range(4 * ROWS):
+                np.save(folder / f"{i}.npy", np.ones(shape, dtype=np.float32 if len(shape) > 1 else np.int64))
+        stories = self.clones / "llama2.c/data/tok4096"
+        stories.mkdir(parents=True, exist_ok=True)
+        for name in ("data00", "data01"):
+            (np.arange(1_000_000) % 4096).astype(np.uint16).tofile(stories / f"{name}.bin")
+        sudoku = self.data / "sudoku/train"
+        sudoku.mkdir(parents=True, exist_ok=True)
+        about = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": 11, "seq_len": 81,
+                 "num_puzzle_identifiers": 1, "total_groups": 8 * ROWS, "mean_puzzle_examples": 1, "sets": ["all"],
+                 "total_puzzles": 8 * ROWS}  # fmt: skip
+        order = np.arange(8 * ROWS + 1, dtype=np.int32)
+        grids = np.ones((8 * ROWS, 81), dtype=np.uint8)
+        arrays = {"inputs": grids, "labels": grids, "puzzle_identifiers": 0 * order[:-1], "puzzle_indices": order,
+                  "group_indices": order}  # fmt: skip
+        (sudoku / "dataset.json").write_text(json.dumps(about))
+        for name, array in arrays.items():
+            np.save(sudoku / f"all__{name}.npy", array)
+        shutil.copytree(sudoku, sudoku.parent / "test", dirs_exist_ok=True)
+        asked = [{"id": str(i), "image": f"{i}.png", "system_prompt": "", "conversations": [
+            {"from": "human", "value": "<image>\n" + self.paragraph(i)[:80]},
+            {"from": "gpt", "value": self.paragraph(i + 1)[:200]}]} for i in range(ROWS // 4)]  # fmt: skip
+        (self.data / "asked.json").write_text(json.dumps(4 * asked))
+        flowers = self.data / "instance"
+        flowers.mkdir(exist_ok=True)
+        Picture.new("RGB", (512, 512)).save(flowers / "0.png")
+        self.flux()
+
+    def flux(self) -> None:
+        """FLUX.1 and Stable Diffusion 3, of few layers."""
+        from diffusers import (
+            AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel, SD3Transformer2DModel,
+        )  # fmt: skip
+        from transformers import CLIPTextConfig, T5Config
+
+        width = [128, 256, 512, 512]
+        with torch.device("meta"):
+            flux = FluxTransformer2DModel(num_layers=FEW, num_single_layers=FEW, guidance_embeds=True)
+            sd3 = SD3Transformer2DModel(
+                sample_size=128, patch_size=2, in_channels=16, num_layers=FEW, attention_head_dim=64,
+                num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536,
+                pooled_projection_dim=2048, out_channels=16, pos_embed_max_size=192,
+            )  # fmt: skip
+            decoder = AutoencoderKL(
+                down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+                block_out_channels=width, layers_per_block=2, latent_channels=16, sample_size=1024,
+                scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
+            )  # fmt: skip
+        clip = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 49408}
+        large = {**clip, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20,
+                 "num_hidden_layers": 32, "projection_dim": 1280}  # fmt: skip
+        projected = "CLIPTextModelWithProjection"
+        t5 = T5Config(vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=FEW, num_heads=64,
+                      feed_forward_proj="gated-gelu", architectures=["T5EncoderModel"])  # fmt: skip
+        encoders = {
+            "FluxPipeline": {"": CLIPTextConfig(**clip, architectures=["CLIPTextModel"]), "_2": t5},
+            "StableDiffusion3Pipeline": {
+                "": CLIPTextConfig(**clip, projection_dim=768, architectures=[projected]),
+                "_2": CLIPTextConfig(**large, architectures=[projected]), "_3": t5,
+            },
+        }  # fmt: skip
+        named = (("FluxPipeline", "flux", flux), ("StableDiffusion3Pipeline", "sd3", sd3))
+        for pipeline, name, transformer in named:
+            folder = self.data / name
+            parts = {"transformer": ["diffusers", type(transformer).__name__], "vae": ["diffusers", "AutoencoderKL"],
+                     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}  # fmt: skip
+            for model, place in ((transformer, "transformer"), (decoder, "vae")):
+                model.save_config(folder / place)
+                without_values(model.state_dict(), folder / place / "diffusion_pytorch_model.safetensors")
+            FlowMatchEulerDiscreteScheduler(shift=3.0).save_config(folder / "scheduler")
+            for number, config in encoders[pipeline].items():
+                config.save_pretrained(folder / f"text_encoder{number}")
+                is_t5 = config.model_type == "t5"
+                words = folder / f"tokenizer{number}"
+                self._t5_tokenizer(words) if is_t5 else self._clip_tokenizer(words)
+                parts[f"text_encoder{number}"] = ["transformers", config.architectures[0]]
+                parts[f"tokenizer{number}"] = ["transformers", "T5TokenizerFast" if is_t5 else "CLIPTokenizer"]
+            (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline, **parts}))
+
+    def _t5_tokenizer(self, folder: Path) -> None:
+        from transformers import T5TokenizerFast
+
+        vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((chr(9601) + chr(n), -1.0) for n in range(33, 127)),
+                      *((chr(n), -2.0) for n in range(33, 127))]  # fmt: skip
+        T5TokenizerFast(vocab=vocabulary, extra_ids=0).save_pretrained(folder)
 
     def _clip_tokenizer(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

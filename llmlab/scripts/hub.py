@@ -20,6 +20,7 @@ from unittest import mock
 from ..base.errors import NotAvailable, SpecError
 from ..simulation.patching.imports import on_import
 from ..specs import hub_cache
+from ..specs.generic import architecture
 from ..specs.model import model as find_model
 from ..specs.model import models
 from .missing import GIVE
@@ -59,6 +60,9 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     known = {name: find_model(name).config for name in models()}
     known |= {alias: known[name] for name, alias in MOVED.items() if name in known}
     known |= {name: dict(config) for name, config in configs.items()}
+    for config in known.values():  # scripts find the class by it
+        if (made := architecture(config["model_type"])) is not None:
+            config.setdefault("architectures", [made])
     with tempfile.TemporaryDirectory(prefix="llmlab-hub-") as folder, ExitStack() as stack:
         _fill(Path(folder), known, set(configs))
         settings = {"HF_HUB_CACHE": folder, "HF_HUB_OFFLINE": "1"}

@@ -58,6 +58,18 @@ def test_a_config_of_the_user_s_stands_in_for_any_name(home):
     assert sorted(os.listdir(home)) == ["config.json", "load.py"]
 
 
+def test_a_script_finds_the_class_by_the_config(home):
+    """As TRL's trainers do for a model's name."""
+    (home / "find.py").write_text("""
+import transformers
+config = transformers.AutoConfig.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+print(getattr(transformers, config.architectures[0]).__name__)
+""")
+    result = run("find.py")
+    assert result.exit_code == 0, result.stderr
+    assert "LlamaForCausalLM" in result.stdout
+
+
 def test_models_within_a_model_load_under_zero3(home):
     pytest.importorskip("deepspeed")
     looks = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
