@@ -664,10 +664,41 @@ class StandIns:
             {"from": "human", "value": "<image>\n" + self.paragraph(i)[:80]},
             {"from": "gpt", "value": self.paragraph(i + 1)[:200]}]} for i in range(ROWS // 4)]  # fmt: skip
         (self.data / "asked.json").write_text(json.dumps(4 * asked))
+        (self.data / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+        p, numbers = self.paragraph, range(2 * ROWS)
+        triplets = [{"anchor": p(i)[:100], "positive": p(i + 1)[:100], "negative": p(i + 2)[:100]} for i in numbers]
+        scored = [{"sentence1": p(i)[:100], "sentence2": p(i + 1)[:100], "score": 0.5} for i in numbers]
+        for name, rows in (("triplets", triplets), ("scored", scored)):
+            (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        template = json.loads((self.clones / "picotron/template/base_config.json").read_text())
+        template["distributed"]["dp_size"] = 8
+        (self.data / "picotron.json").write_text(json.dumps(template))
+        self._spoken()
         flowers = self.data / "instance"
         flowers.mkdir(exist_ok=True)
         Picture.new("RGB", (512, 512)).save(flowers / "0.png")
         self.flux()
+
+    def _spoken(self) -> None:
+        """Two seconds of noise per row, and what was said."""
+        import wave
+
+        from datasets import Audio, Dataset, Features, Value
+
+        folder = self.data / "spoken"
+        folder.mkdir(exist_ok=True)
+        sound = (np.random.default_rng(0).standard_normal(32_000) * 3000).astype(np.int16).tobytes()
+        for i in range(ROWS // 4):
+            with wave.open(str(folder / f"{i}.wav"), "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(16_000)
+                file.writeframes(sound)
+        said = [{"audio": str(folder / f"{i}.wav"), "sentence": self.paragraph(i)[:60],
+                 "whisper_transcript": self.paragraph(i)[:60]} for i in range(ROWS // 4)]  # fmt: skip
+        features = Features({"audio": Audio(sampling_rate=16_000), "sentence": Value("string"),
+                             "whisper_transcript": Value("string")})  # fmt: skip
+        Dataset.from_list(said, features=features).to_parquet(str(self.data / "spoken.parquet"))
 
     def flux(self) -> None:
         """FLUX.1 and Stable Diffusion 3, of few layers."""

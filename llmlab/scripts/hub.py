@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ..base.errors import NotAvailable, SpecError
+from ..base.errors import LabWarning, NotAvailable, SpecError
 from ..simulation.patching.imports import on_import
 from ..specs import hub_cache
 from ..specs.generic import architecture
@@ -28,6 +28,8 @@ from .missing import GIVE
 REVISION = "0" * 40
 # The former names of these models on the hub, and their current ones.
 MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+# Families from before half precision, whose configs on the Hub name no dtype.
+IN_FLOAT32 = ("albert", "bart", "bert", "distilbert", "gpt2", "roberta", "t5", "xlm-roberta")
 FEW_TOKENS = 256  # a tokenizer with fewer cannot encode every byte, so it has only special tokens
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".index.json")
@@ -125,11 +127,29 @@ def _weights_made(cache: Path) -> Iterator[None]:
         folder = _snapshot(cache, str(name), kwargs.get("subfolder") or "")
         if folder is not None and folder not in made and not _has_weights(folder):
             made.add(folder)
+            _check_dtype(str(name), folder, kwargs)
             _save(cls, folder, kwargs.get("config"))
         return real(cls, name, *args, **kwargs)
 
     with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield
+
+
+def _check_dtype(name: str, folder: Path, asked: Mapping[str, Any]) -> None:
+    """Warn that weights are loaded in float32 because neither the script nor the config names a dtype. The config of a
+    preset never does, and most models of the Hub are in bfloat16."""
+    from transformers import __version__
+
+    usual = "auto" if int(__version__.partition(".")[0]) >= 5 else "float32"  # of from_pretrained
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    if (asked.get("dtype") or asked.get("torch_dtype") or usual) != "auto" or "quantization_config" in config:
+        return
+    if config.get("model_type") not in IN_FLOAT32 and not (config.get("dtype") or config.get("torch_dtype")):
+        warnings.warn(
+            f"{name}: its config names no dtype, so its weights are loaded in float32. If those of the Hub are in "
+            "bfloat16, give dtype=torch.bfloat16 in the script, or the Hub's config.json with --config",
+            LabWarning, stacklevel=2,
+        )  # fmt: skip
 
 
 @contextmanager

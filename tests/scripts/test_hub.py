@@ -70,6 +70,23 @@ print(getattr(transformers, config.architectures[0]).__name__)
     assert "LlamaForCausalLM" in result.stdout
 
 
+@pytest.mark.parametrize(("model", "options", "warned"), [
+    ("HuggingFaceTB/SmolLM2-135M", "", True), ("HuggingFaceTB/SmolLM2-135M", ", dtype=torch.bfloat16", False),
+    ("gpt2", "", False), ("me/mine", "", False),
+])  # fmt: skip
+def test_weights_in_float32_for_want_of_a_dtype_are_said(home, model, options, warned):
+    (home / "load.py").write_text(f"""
+import torch
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained("{model}"{options}).dtype)
+""")
+    result = run("--config", "me/mine=config.json", "load.py")
+    assert result.exit_code == 0, result.stderr
+    assert ("its config names no dtype" in result.stderr) == warned
+    if warned:
+        assert "torch.float32" in result.stdout
+
+
 def test_models_within_a_model_load_under_zero3(home):
     pytest.importorskip("deepspeed")
     looks = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
