@@ -467,7 +467,8 @@ class StandIns:
                 num_key_value_heads=4, dtype="float16", architectures=["Cohere2ForCausalLM"],
             ),
             "google/diffusiongemma-26B-A4B-it": DiffusionGemmaConfig(
-                text_config={"num_hidden_layers": FEW, "num_experts": 8, "top_k_experts": 2},
+                text_config={"num_hidden_layers": FEW, "num_experts": 8, "top_k_experts": 2,
+                             "moe_intermediate_size": 704},
                 vision_config={"num_hidden_layers": FEW},
                 architectures=["DiffusionGemmaForBlockDiffusion"],
             ),

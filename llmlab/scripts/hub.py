@@ -31,6 +31,7 @@ MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "g
 # Families from before half precision, whose configs on the Hub name no dtype.
 IN_FLOAT32 = ("albert", "bart", "bert", "distilbert", "gpt2", "roberta", "t5", "xlm-roberta")
 FEW_TOKENS = 256  # a tokenizer with fewer cannot encode every byte, so it has only special tokens
+UPLOADS = ("create_repo", "create_branch", "create_commit", "upload_file", "upload_folder")  # of huggingface_hub
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -79,6 +80,7 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
             "transformers.modeling_utils": lambda: stack.enter_context(_weights_made(Path(folder))),
             "transformers.tokenization_utils_base": lambda: stack.enter_context(_tokenizers_with_files()),
             "kernels": lambda: stack.enter_context(_no_kernels()),
+            "huggingface_hub.hf_api": lambda: stack.enter_context(_no_uploads()),
         }
         stack.enter_context(on_import(hooks))
         yield
@@ -181,6 +183,29 @@ def _no_kernels() -> Iterator[None]:
         raise NotAvailable(f"kernels.get_kernel({name!r}): {why}")
 
     with mock.patch.object(kernels, "get_kernel", get_kernel):
+        yield
+
+
+@contextmanager
+def _no_uploads() -> Iterator[None]:
+    """Let a script create and fill repositories of the Hub, without uploading anything; a warning says so."""
+    from concurrent.futures import Future
+
+    from huggingface_hub import hf_api
+
+    def upload(api: Any, repo_id: str, *args: Any, run_as_future: bool = False, **kwargs: Any) -> Any:
+        warnings.warn(f"nothing was uploaded to {repo_id}: llmlab run does not change the Hub", LabWarning, stacklevel=2)
+        url = hf_api.RepoUrl(f"https://huggingface.co/{repo_id if '/' in repo_id else f'you/{repo_id}'}")
+        if not run_as_future:
+            return url
+        done: Future = Future()
+        done.set_result(url)
+        return done
+
+    with ExitStack() as stack:
+        for name in UPLOADS:
+            stack.enter_context(mock.patch.object(hf_api.HfApi, name, upload))
+            stack.enter_context(mock.patch.object(hf_api, name, getattr(hf_api.api, name)))
         yield
 
 

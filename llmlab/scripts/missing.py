@@ -49,12 +49,21 @@ UNSLOTH = NotAvailable(
     "model with transformers and peft in the script, or ask lab.estimate, which describes quantized weights with "
     "double_quant=True and half_layers='all'"
 )
+VLLM = NotAvailable(
+    "vLLM generates with kernels that are compiled for the GPU, which are not simulated. Let the script generate with "
+    "the model itself (use_vllm=False in TRL's configs); a colocated vLLM takes its share of the GPU's memory, "
+    "gpu_memory_utilization, on top of what this simulation shows"
+)
+NO_FOLDER = re.compile(r"Repo id must .*?: '([^']+)'")  # of huggingface_hub, about a path
 
 
 def refused(error: BaseException) -> NotAvailable | None:
     """Return the NotAvailable for an error that is caused by a missing resource; None for any other error."""
     errors = list(chain(error))
     said = " ".join(str(error).split())
+    if path := next((found[1] for each in errors if (found := NO_FOLDER.search(str(each)))), None):
+        return NotAvailable(f"{path} is not a folder here; create it with the model's config.json and its tokenizer's "
+                            f"files, which are enough, or give the script another path{script_line(error)}")  # fmt: skip
     if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
         return NotAvailable(f"{said}; {GIVE}{script_line(error)}")
     if any(_is_network(each) for each in errors):
@@ -65,6 +74,8 @@ def refused(error: BaseException) -> NotAvailable | None:
     imports = [each for each in errors if isinstance(each, ImportError)]
     if any(str(each.name).partition(".")[0] == "unsloth" for each in imports):
         return UNSLOTH
+    if any(re.search(r"\bvllm\b", f"{each.name} {each}", re.IGNORECASE) for each in imports):
+        return NotAvailable(f"{VLLM}{script_line(error)}")
     if any(isinstance(each, ModuleNotFoundError) or "install" in str(each) for each in imports):
         return NotAvailable(f"{said.rstrip('.')}: install that package beside llmlab, or leave it out of the "
                             f"script{script_line(error)}")  # fmt: skip

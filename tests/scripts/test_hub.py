@@ -147,6 +147,19 @@ def test_a_name_that_is_nowhere_is_refused_with_what_to_give(home):
     assert "downloads nothing" in result.stderr and "--config NAME=config.json" in result.stderr
 
 
+def test_nothing_is_uploaded(home):
+    """As transformers' Trainer does with push_to_hub=True."""
+    (home / "push.py").write_text("""
+from huggingface_hub import HfApi
+url = HfApi().create_repo("mine", exist_ok=True)
+job = HfApi().upload_folder(repo_id=url.repo_id, folder_path=".", commit_message="", run_as_future=True)
+print("pushed", url.repo_id, job.result().repo_name)
+""")
+    result = run("push.py")
+    assert result.exit_code == 0, result.stderr
+    assert "pushed you/mine mine" in result.stdout and "nothing was uploaded to mine" in result.stderr
+
+
 def test_a_tokenizer_without_its_files_is_refused(home):
     asked = "AutoTokenizer.from_pretrained('Qwen/Qwen3-0.6B')"
     (home / "load.py").write_text(f"from transformers import AutoTokenizer\n{asked}")

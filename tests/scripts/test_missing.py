@@ -56,6 +56,21 @@ def test_unsloth_is_refused_by_name_and_can_be_optional(tmp_path, monkeypatch, b
     assert result.exit_code == 2 and "unsloth replaces PyTorch's operators" in result.stderr
 
 
+@pytest.mark.parametrize("body", [
+    "from vllm import LLM",
+    "raise ImportError('vLLM is not available and `use_vllm` is set to True. Please install vLLM to use it.')",  # TRL's
+])  # fmt: skip
+def test_vllm_is_refused_by_name(tmp_path, monkeypatch, body):
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "use_vllm=False" in result.stderr and "train.py, line 1)" in result.stderr
+
+
+def test_a_model_s_folder_that_is_not_here_is_named(tmp_path, monkeypatch):
+    body = "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained('/data2/Qwen/Qwen2.5-7B')"
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "/data2/Qwen/Qwen2.5-7B is not a folder here" in result.stderr
+
+
 def test_the_innermost_address_counts():
     def download(url):
         fetch(urljoin(url, "labels.txt"))
