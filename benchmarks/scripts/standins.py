@@ -755,7 +755,7 @@ class StandIns:
     def _t5_tokenizer(self, folder: Path) -> None:
         from transformers import T5TokenizerFast
 
-        vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((chr(9601) + chr(n), -1.0) for n in range(33, 127)),
+        vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((chr(9601) + chr(n), -1.0) for n in range(33, 383)),
                       *((chr(n), -2.0) for n in range(33, 127))]  # fmt: skip
         T5TokenizerFast(vocab=vocabulary, extra_ids=0).save_pretrained(folder)
 
