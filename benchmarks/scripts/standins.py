@@ -94,6 +94,7 @@ PRESETS = {
     "Qwen/Qwen3-4B": ("Qwen/Qwen3-4B", "qwen3", FEW),
     "Qwen/Qwen3-4B-Instruct-2507": ("Qwen/Qwen3-4B", "qwen3_instruct_2507", FEW),
     "Qwen/Qwen2.5-Math-1.5B-Instruct": ("Qwen/Qwen2.5-1.5B", "qwen2_5", None),
+    "HuggingFaceTB/SmolLM2-135M": ("HuggingFaceTB/SmolLM2-135M", "llama3_2", None),
     "meta-llama/Llama-3.2-1B-Instruct": ("meta-llama/Llama-3.2-1B", "llama3_2", None),
     "openai/gpt-oss-20b": ("openai/gpt-oss-20b", "gptoss", FEW),
 }  # fmt: skip
@@ -572,7 +573,7 @@ class StandIns:
             config |= {"boi_token_index": says.boi_token_id, "eoi_token_index": says.eoi_token_id,
                        "image_token_index": says.image_token_id, "architectures": ["Gemma3ForConditionalGeneration"]}
             config["text_config"]["num_hidden_layers"] = config["vision_config"]["num_hidden_layers"] = FEW
-            save(name, config, Gemma3Processor(Gemma3ImageProcessor(), says, says.chat_template))
+            save(name, config, Gemma3Processor(Gemma3ImageProcessor(size={"height": 896, "width": 896}), says, says.chat_template))
 
         def turn(role: str, *parts: dict[str, str]) -> dict[str, Any]:
             return {"role": role, "content": list(parts)}

@@ -81,6 +81,7 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
             "transformers.tokenization_utils_base": lambda: stack.enter_context(_tokenizers_with_files()),
             "kernels": lambda: stack.enter_context(_no_kernels()),
             "huggingface_hub.hf_api": lambda: stack.enter_context(_no_uploads()),
+            "trackio": lambda: stack.enter_context(_no_space()),
         }
         stack.enter_context(on_import(hooks))
         yield
@@ -182,6 +183,9 @@ def _no_kernels() -> Iterator[None]:
         why = "kernels from the Hub are compiled for a GPU; use PyTorch's own operators in the script"
         raise NotAvailable(f"kernels.get_kernel({name!r}): {why}")
 
+    if not hasattr(kernels, "get_kernel"):  # a file of the script's own, kernels.py
+        yield
+        return
     with mock.patch.object(kernels, "get_kernel", get_kernel):
         yield
 
@@ -206,6 +210,23 @@ def _no_uploads() -> Iterator[None]:
         for name in UPLOADS:
             stack.enter_context(mock.patch.object(hf_api.HfApi, name, upload))
             stack.enter_context(mock.patch.object(hf_api, name, getattr(hf_api.api, name)))
+        yield
+
+
+@contextmanager
+def _no_space() -> Iterator[None]:
+    """Let trackio keep its log here, although the script names a Space of the Hub for it; a warning says so."""
+    import trackio
+
+    real = trackio.init
+
+    def init(*args: Any, space_id: str | None = None, **kwargs: Any) -> Any:
+        if space_id is not None:
+            warnings.warn(f"trackio's space_id={space_id!r} was not carried out: llmlab run does not change the Hub",
+                          LabWarning, stacklevel=2)  # fmt: skip
+        return real(*args, **kwargs)
+
+    with mock.patch.object(trackio, "init", init):
         yield
 
 

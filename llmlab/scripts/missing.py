@@ -66,6 +66,9 @@ def refused(error: BaseException) -> NotAvailable | None:
                             f"files, which are enough, or give the script another path{script_line(error)}")  # fmt: skip
     if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
         return NotAvailable(f"{said}; {GIVE}{script_line(error)}")
+    if any(type(each).__name__ == "LocalTokenNotFoundError" for each in errors):
+        return NotAvailable(f"{said}; llmlab run uses no account of the Hub. Leave out what needs one"
+                            f"{script_line(error)}")  # fmt: skip
     if any(_is_network(each) for each in errors):
         asked = _address(errors) or said
         file = asked.partition("?")[0].lower()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -158,6 +159,16 @@ print("pushed", url.repo_id, job.result().repo_name)
     result = run("push.py")
     assert result.exit_code == 0, result.stderr
     assert "pushed you/mine mine" in result.stdout and "nothing was uploaded to mine" in result.stderr
+
+
+def test_a_log_that_would_go_to_a_space_stays_here(home, monkeypatch):
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    (home / "trackio.py").write_text("def init(project, space_id=None): print('logs', project, space_id)")
+    (home / "log.py").write_text("import trackio\ntrackio.init('mine', space_id='me/space')")
+    result = run("log.py")
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    assert result.exit_code == 0, result.stderr
+    assert "logs mine None" in result.stdout and "space_id='me/space' was not carried out" in result.stderr
 
 
 def test_a_tokenizer_without_its_files_is_refused(home):

@@ -65,6 +65,12 @@ def test_vllm_is_refused_by_name(tmp_path, monkeypatch, body):
     assert result.exit_code == 2 and "use_vllm=False" in result.stderr and "train.py, line 1)" in result.stderr
 
 
+def test_what_needs_an_account_of_the_hub_is_refused(tmp_path, monkeypatch):
+    body = "from huggingface_hub.errors import LocalTokenNotFoundError\nraise LocalTokenNotFoundError('log in')"
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "log in; llmlab run uses no account of the Hub" in result.stderr
+
+
 def test_a_model_s_folder_that_is_not_here_is_named(tmp_path, monkeypatch):
     body = "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained('/data2/Qwen/Qwen2.5-7B')"
     result = run(tmp_path, monkeypatch, "train.py", train=body)
