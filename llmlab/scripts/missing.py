@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from ..base.errors import NotAvailable
 
@@ -22,6 +24,7 @@ SAID_OF_HUB = (
     "Can't load tokenizer for", "Couldn't instantiate the backend tokenizer", "Couldn't find cache for",
     "Couldn't find a module script", "on the Hub (",
 )  # fmt: skip
+ASKED = ("repo_id", "path_or_repo_id")  # the variables of these libraries that hold the name
 NETWORK_LIBRARIES = ("socket", "urllib", "requests", "urllib3", "httpx", "httpcore", "aiohttp", "ssl")
 NETWORK = (
     "gaierror", "URLError", "ConnectionError", "ConnectError", "ConnectTimeout", "ConnectTimeoutError", "MaxRetryError",
@@ -65,7 +68,9 @@ def refused(error: BaseException) -> NotAvailable | None:
         return NotAvailable(f"{path} is not a folder here; create it with the model's config.json and its tokenizer's "
                             f"files, which are enough, or give the script another path{script_line(error)}")  # fmt: skip
     if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
-        return NotAvailable(f"{said}; {GIVE}{script_line(error)}")
+        name = next((name for name in _locals(errors, *ASKED) if isinstance(name, str)), "")
+        named = "" if name in said else f"{name}: "
+        return NotAvailable(f"{named}{said}; {GIVE}{script_line(error)}")
     if any(type(each).__name__ == "LocalTokenNotFoundError" for each in errors):
         return NotAvailable(f"{said}; llmlab run uses no account of the Hub. Leave out what needs one"
                             f"{script_line(error)}")  # fmt: skip
@@ -99,11 +104,19 @@ def _is_network(error: BaseException) -> bool:
     return getattr(error, "errno", None) in NO_ANSWER or any(words in str(error) for words in SAID_OF_NETWORK)
 
 
+def _frames(errors: list[BaseException]) -> list[FrameType]:
+    return [frame for error in errors for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _locals(errors: list[BaseException], *names: str) -> Iterator[Any]:
+    """Yield the variables of these names in the traceback."""
+    return (frame.f_locals[name] for frame in _frames(errors) for name in names if name in frame.f_locals)
+
+
 def _address(errors: list[BaseException]) -> str | None:
     """Return the requested URL, else the host, from the variables in the traceback, the innermost frame first."""
-    frames = [frame for error in errors for frame, _ in traceback.walk_tb(error.__traceback__)]
-    texts = (value for frame in reversed(frames) for value in frame.f_locals.values() if isinstance(value, str))
-    hosts = (frame.f_locals["host"] for frame in frames if isinstance(frame.f_locals.get("host"), str))
+    texts = (each for frame in reversed(_frames(errors)) for each in frame.f_locals.values() if isinstance(each, str))
+    hosts = (host for host in _locals(errors, "host") if isinstance(host, str))
     return next(filter(URL.fullmatch, texts), None) or next(hosts, None)
 
 

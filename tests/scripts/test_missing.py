@@ -71,6 +71,14 @@ def test_what_needs_an_account_of_the_hub_is_refused(tmp_path, monkeypatch):
     assert result.exit_code == 2 and "log in; llmlab run uses no account of the Hub" in result.stderr
 
 
+def test_what_is_not_in_the_cache_is_named_where_the_library_names_nothing(tmp_path, monkeypatch):
+    """As transformers does for code of the Hub that a config's auto_map asks for."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    body = "from huggingface_hub import snapshot_download\nsnapshot_download('nobody/nothing')"
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "nobody/nothing: Cannot find" in result.stderr
+
+
 def test_a_model_s_folder_that_is_not_here_is_named(tmp_path, monkeypatch):
     body = "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained('/data2/Qwen/Qwen2.5-7B')"
     result = run(tmp_path, monkeypatch, "train.py", train=body)
