@@ -2,9 +2,9 @@
 
     .venv/bin/python tools/families.py
 
-An entry has the auto class and the class that it makes, the names that this family's config uses for transformers' usual ones, the sizes that a
-config may leave out, whether its MLPs are gated and its positions rotary, and the model types of nested configs. With
-it a config.json is read without transformers.
+An entry has the auto class and the class that it makes, the names that this family's config uses for transformers'
+usual ones, the sizes that a config may leave out, whether its MLPs are gated and its positions rotary, and the model
+types of nested configs. With it a config.json is read without transformers.
 """
 
 from __future__ import annotations

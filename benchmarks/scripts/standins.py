@@ -478,7 +478,8 @@ class StandIns:
                 moe_intermediate_size=1856, dtype="bfloat16", architectures=["NemotronHForCausalLM"],
             ),
         }  # fmt: skip
-        for (name, config), template in zip(defaults.items(), ("cohere2", "diffusion_gemma", "nemotron_3_nano"), strict=True):
+        shown = ("cohere2", "diffusion_gemma", "nemotron_3_nano")
+        for (name, config), template in zip(defaults.items(), shown, strict=True):
             folder = self.model(name, json.loads(config.to_json_string()))
             shutil.copy(templates / f"{template}.jinja", folder / "chat_template.jinja")
 
@@ -524,8 +525,14 @@ class StandIns:
         """Models that see, with their processors, and rows with pictures."""
         from datasets import Dataset, Features, Image, List, Value
         from transformers import (
-            CLIPImageProcessor, Gemma3ImageProcessor, Gemma3Processor, LlavaProcessor, PreTrainedTokenizerFast,
-            Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor,
+            CLIPImageProcessor,
+            Gemma3ImageProcessor,
+            Gemma3Processor,
+            LlavaProcessor,
+            PreTrainedTokenizerFast,
+            Qwen2_5_VLProcessor,
+            Qwen2VLImageProcessor,
+            Qwen2VLVideoProcessor,
         )  # fmt: skip
 
         def tokenizer(template: str, *added: str, **named: str) -> PreTrainedTokenizerFast:
@@ -573,7 +580,8 @@ class StandIns:
             config |= {"boi_token_index": says.boi_token_id, "eoi_token_index": says.eoi_token_id,
                        "image_token_index": says.image_token_id, "architectures": ["Gemma3ForConditionalGeneration"]}
             config["text_config"]["num_hidden_layers"] = config["vision_config"]["num_hidden_layers"] = FEW
-            save(name, config, Gemma3Processor(Gemma3ImageProcessor(size={"height": 896, "width": 896}), says, says.chat_template))
+            looks = Gemma3ImageProcessor(size={"height": 896, "width": 896})
+            save(name, config, Gemma3Processor(looks, says, says.chat_template))
 
         def turn(role: str, *parts: dict[str, str]) -> dict[str, Any]:
             return {"role": role, "content": list(parts)}
@@ -668,44 +676,26 @@ class StandIns:
         (self.data / "asked.json").write_text(json.dumps(4 * asked))
         (self.data / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
         p, numbers = self.paragraph, range(2 * ROWS)
-        triplets = [{"anchor": p(i)[:100], "positive": p(i + 1)[:100], "negative": p(i + 2)[:100]} for i in numbers]
+        triplets = [{"anchor": p(i)[:100], "positive": p(i + 1)[:100], "negative": p(i + 2)[:100]}
+                    for i in range(100 * ROWS)]  # fmt: skip
         scored = [{"sentence1": p(i)[:100], "sentence2": p(i + 1)[:100], "score": 0.5} for i in numbers]
         for name, rows in (("triplets", triplets), ("scored", scored)):
             (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         template = json.loads((self.clones / "picotron/template/base_config.json").read_text())
         template["distributed"]["dp_size"] = 8
         (self.data / "picotron.json").write_text(json.dumps(template))
-        self._spoken()
         flowers = self.data / "instance"
         flowers.mkdir(exist_ok=True)
         Picture.new("RGB", (512, 512)).save(flowers / "0.png")
         self.flux()
 
-    def _spoken(self) -> None:
-        """Two seconds of noise per row, and what was said."""
-        import wave
-
-        from datasets import Audio, Dataset, Features, Value
-
-        folder = self.data / "spoken"
-        folder.mkdir(exist_ok=True)
-        sound = (np.random.default_rng(0).standard_normal(32_000) * 3000).astype(np.int16).tobytes()
-        for i in range(ROWS // 4):
-            with wave.open(str(folder / f"{i}.wav"), "wb") as file:
-                file.setnchannels(1)
-                file.setsampwidth(2)
-                file.setframerate(16_000)
-                file.writeframes(sound)
-        said = [{"audio": str(folder / f"{i}.wav"), "sentence": self.paragraph(i)[:60],
-                 "whisper_transcript": self.paragraph(i)[:60]} for i in range(ROWS // 4)]  # fmt: skip
-        features = Features({"audio": Audio(sampling_rate=16_000), "sentence": Value("string"),
-                             "whisper_transcript": Value("string")})  # fmt: skip
-        Dataset.from_list(said, features=features).to_parquet(str(self.data / "spoken.parquet"))
-
     def flux(self) -> None:
         """FLUX.1 and Stable Diffusion 3, of few layers."""
         from diffusers import (
-            AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel, SD3Transformer2DModel,
+            AutoencoderKL,
+            FlowMatchEulerDiscreteScheduler,
+            FluxTransformer2DModel,
+            SD3Transformer2DModel,
         )  # fmt: skip
         from transformers import CLIPTextConfig, T5Config
 
@@ -756,8 +746,8 @@ class StandIns:
     def _t5_tokenizer(self, folder: Path) -> None:
         from transformers import T5TokenizerFast
 
-        vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((chr(9601) + chr(n), -1.0) for n in range(33, 383)),
-                      *((chr(n), -2.0) for n in range(33, 127))]  # fmt: skip
+        words = ["<pad>", "</s>", "<unk>", *(chr(9601) + chr(n) for n in range(33, 383)), *map(chr, range(33, 127))]
+        vocabulary = [(word, -float(number)) for number, word in enumerate(words)]
         T5TokenizerFast(vocab=vocabulary, extra_ids=0).save_pretrained(folder)
 
     def _clip_tokenizer(self, folder: Path) -> None:

@@ -31,6 +31,7 @@ MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "g
 # Families from before half precision, whose configs on the Hub name no dtype.
 IN_FLOAT32 = ("albert", "bart", "bert", "distilbert", "gpt2", "roberta", "t5", "xlm-roberta")
 FEW_TOKENS = 256  # a tokenizer with fewer cannot encode every byte, so it has only special tokens
+NOT_CHANGED = "llmlab run does not change the Hub"
 UPLOADS = ("create_repo", "create_branch", "create_commit", "upload_file", "upload_folder")  # of huggingface_hub
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".index.json")
@@ -198,7 +199,7 @@ def _no_uploads() -> Iterator[None]:
     from huggingface_hub import hf_api
 
     def upload(api: Any, repo_id: str, *args: Any, run_as_future: bool = False, **kwargs: Any) -> Any:
-        warnings.warn(f"nothing was uploaded to {repo_id}: llmlab run does not change the Hub", LabWarning, stacklevel=2)
+        warnings.warn(f"nothing was uploaded to {repo_id}: {NOT_CHANGED}", LabWarning, stacklevel=2)
         url = hf_api.RepoUrl(f"https://huggingface.co/{repo_id if '/' in repo_id else f'you/{repo_id}'}")
         if not run_as_future:
             return url
@@ -222,8 +223,7 @@ def _no_space() -> Iterator[None]:
 
     def init(*args: Any, space_id: str | None = None, **kwargs: Any) -> Any:
         if space_id is not None:
-            warnings.warn(f"trackio's space_id={space_id!r} was not carried out: llmlab run does not change the Hub",
-                          LabWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(f"trackio's space_id={space_id!r} was not carried out: {NOT_CHANGED}", LabWarning, stacklevel=2)
         return real(*args, **kwargs)
 
     with mock.patch.object(trackio, "init", init):

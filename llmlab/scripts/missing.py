@@ -57,6 +57,13 @@ VLLM = NotAvailable(
     "the model itself (use_vllm=False in TRL's configs); a colocated vLLM takes its share of the GPU's memory, "
     "gpu_memory_utilization, on top of what this simulation shows"
 )
+# Packages whose kernels are compiled for a GPU, and what to use instead.
+ATTENTION = "torch.nn.functional.scaled_dot_product_attention, which takes as much memory"
+OPTIMIZERS, LAYERS = "an optimizer of torch.optim", "the layer written with PyTorch's operators"
+COMPILED = {
+    "adam_atan2": OPTIMIZERS, "apex": OPTIMIZERS, "flash_attn": ATTENTION, "flash_attn_interface": ATTENTION,
+    "xformers": ATTENTION, "causal_conv1d": LAYERS, "mamba_ssm": LAYERS, "transformer_engine": LAYERS,
+}  # fmt: skip
 NO_FOLDER = re.compile(r"Repo id must .*?: '([^']+)'")  # of huggingface_hub, about a path
 
 
@@ -65,8 +72,8 @@ def refused(error: BaseException) -> NotAvailable | None:
     errors = list(chain(error))
     said = " ".join(str(error).split())
     if path := next((found[1] for each in errors if (found := NO_FOLDER.search(str(each)))), None):
-        return NotAvailable(f"{path} is not a folder here; create it with the model's config.json and its tokenizer's "
-                            f"files, which are enough, or give the script another path{script_line(error)}")  # fmt: skip
+        return NotAvailable(f"{path} is not a folder here; create it with the model's config.json and the files of its "
+                            f"tokenizer, which are enough, or give another path{script_line(error)}")  # fmt: skip
     if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
         name = next((name for name in _locals(errors, *ASKED) if isinstance(name, str)), "")
         named = "" if name in said else f"{name}: "
@@ -84,6 +91,9 @@ def refused(error: BaseException) -> NotAvailable | None:
         return UNSLOTH
     if any(re.search(r"\bvllm\b", f"{each.name} {each}", re.IGNORECASE) for each in imports):
         return NotAvailable(f"{VLLM}{script_line(error)}")
+    if compiled := next((name for each in imports if (name := str(each.name).partition(".")[0]) in COMPILED), None):
+        why = "its kernels are compiled for a GPU and not simulated, so do not install it"
+        return NotAvailable(f"{said.rstrip('.')}: {why}; let the script use {COMPILED[compiled]}{script_line(error)}")
     if any(isinstance(each, ModuleNotFoundError) or "install" in str(each) for each in imports):
         return NotAvailable(f"{said.rstrip('.')}: install that package beside llmlab, or leave it out of the "
                             f"script{script_line(error)}")  # fmt: skip

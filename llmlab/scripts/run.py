@@ -108,7 +108,8 @@ def _verdict(script: Command, error: BaseException, refused: str | None) -> NotA
     if isinstance(caught, Exception) and not isinstance(caught, ArgumentError):  # argparse has printed its message
         if (said := _said(caught)) is None and refused:
             last = f"{type(caught).__name__}: {' '.join(str(caught).split())}"
-            return NotAvailable(f"{refused}. The script went on after this, and failed with {last}{script_line(caught)}")
+            went_on = "The script went on after this, and failed with"
+            return NotAvailable(f"{refused}. {went_on} {last}{script_line(caught)}")
         return said or _failure(caught)
     assert isinstance(error, SystemExit)
     return ScriptFailed(f"{script.target} called sys.exit({error.code!r})")

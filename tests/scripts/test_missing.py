@@ -65,6 +65,16 @@ def test_vllm_is_refused_by_name(tmp_path, monkeypatch, body):
     assert result.exit_code == 2 and "use_vllm=False" in result.stderr and "train.py, line 1)" in result.stderr
 
 
+@pytest.mark.parametrize(("body", "instead"), [
+    ("from flash_attn.layers.rotary import apply_rotary_emb", "scaled_dot_product_attention"),
+    ("import adam_atan2", "torch.optim"), ("import mamba_ssm", "PyTorch's operators"),
+])  # fmt: skip
+def test_packages_that_are_compiled_for_a_gpu_are_not_to_be_installed(tmp_path, monkeypatch, body, instead):
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "do not install it" in result.stderr and instead in result.stderr
+    assert "install that package" not in result.stderr
+
+
 def test_what_needs_an_account_of_the_hub_is_refused(tmp_path, monkeypatch):
     body = "from huggingface_hub.errors import LocalTokenNotFoundError\nraise LocalTokenNotFoundError('log in')"
     result = run(tmp_path, monkeypatch, "train.py", train=body)
@@ -80,7 +90,7 @@ def test_what_is_not_in_the_cache_is_named_where_the_library_names_nothing(tmp_p
 
 
 def test_a_model_s_folder_that_is_not_here_is_named(tmp_path, monkeypatch):
-    body = "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained('/data2/Qwen/Qwen2.5-7B')"
+    body = "from transformers import AutoModel\nAutoModel.from_pretrained('/data2/Qwen/Qwen2.5-7B')"
     result = run(tmp_path, monkeypatch, "train.py", train=body)
     assert result.exit_code == 2 and "/data2/Qwen/Qwen2.5-7B is not a folder here" in result.stderr
 
