@@ -219,13 +219,16 @@ class _Limited:
 
     def _end(self, process: subprocess.Popen, waits: bool) -> None:
         self.stopped = HANG if waits else TOO_LONG
-        process.send_signal(signal.SIGINT)
-        try:
-            self.output, _ = process.communicate(timeout=3 * IDLE)
-        except subprocess.TimeoutExpired:
-            self.stopped = HANG
-            os.killpg(process.pid, signal.SIGKILL)
-            self.output, _ = process.communicate()
+        for _ in range(3):  # Python drops a signal that arrives in a callback of a weak reference
+            process.send_signal(signal.SIGINT)
+            try:
+                self.output, _ = process.communicate(timeout=IDLE)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+        self.stopped = HANG
+        os.killpg(process.pid, signal.SIGKILL)
+        self.output, _ = process.communicate()
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -13,6 +13,8 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -217,13 +219,13 @@ def _no_uploads() -> Iterator[None]:
 @contextmanager
 def _no_space() -> Iterator[None]:
     """Let trackio keep its log here, although the script names a Space of the Hub for it; a warning says so."""
-    import trackio
-
+    trackio: Any = import_module("trackio")
     real = trackio.init
 
     def init(*args: Any, space_id: str | None = None, **kwargs: Any) -> Any:
         if space_id is not None:
-            warnings.warn(f"trackio's space_id={space_id!r} was not carried out: {NOT_CHANGED}", LabWarning, stacklevel=2)
+            said = f"trackio's space_id={space_id!r} was not carried out: {NOT_CHANGED}"
+            warnings.warn(said, LabWarning, stacklevel=2)
         return real(*args, **kwargs)
 
     with mock.patch.object(trackio, "init", init):
@@ -248,7 +250,7 @@ def _save(cls: Any, folder: Path, config: Any) -> None:
     import torch
     from transformers import modeling_utils
 
-    config = cls.config_class.from_pretrained(folder) if config is None else config
+    config = cls.config_class.from_pretrained(folder) if config is None else deepcopy(config)  # saving changes it
     with _silent():
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype

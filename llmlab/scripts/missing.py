@@ -24,6 +24,7 @@ SAID_OF_HUB = (
     "Can't load tokenizer for", "Couldn't instantiate the backend tokenizer", "Couldn't find cache for",
     "Couldn't find a module script", "on the Hub (",
 )  # fmt: skip
+LAZY = "Could not import module"  # transformers, about any error in a module of its own
 ASKED = ("repo_id", "path_or_repo_id")  # the variables of these libraries that hold the name
 NETWORK_LIBRARIES = ("socket", "urllib", "requests", "urllib3", "httpx", "httpcore", "aiohttp", "ssl")
 NETWORK = (
@@ -69,6 +70,8 @@ NO_FOLDER = re.compile(r"Repo id must .*?: '([^']+)'")  # of huggingface_hub, ab
 
 def refused(error: BaseException) -> NotAvailable | None:
     """Return the NotAvailable for an error that is caused by a missing resource; None for any other error."""
+    while isinstance(error, ImportError) and str(error).startswith(LAZY) and error.__cause__ is not None:
+        error = error.__cause__
     errors = list(chain(error))
     said = " ".join(str(error).split())
     if path := next((found[1] for each in errors if (found := NO_FOLDER.search(str(each)))), None):

@@ -88,6 +88,16 @@ print(AutoModelForCausalLM.from_pretrained("{model}"{options}).dtype)
         assert "torch.float32" in result.stdout
 
 
+def test_the_script_s_config_stays_as_it_was(home):
+    (home / "load.py").write_text("""
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", config=config)
+print("its dtype:", config.dtype)
+""")
+    assert "its dtype: None" in run("load.py").stdout
+
+
 def test_models_within_a_model_load_under_zero3(home):
     pytest.importorskip("deepspeed")
     looks = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,

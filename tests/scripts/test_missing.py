@@ -75,6 +75,19 @@ def test_packages_that_are_compiled_for_a_gpu_are_not_to_be_installed(tmp_path, 
     assert "install that package" not in result.stderr
 
 
+def test_the_error_behind_a_lazy_import_counts(tmp_path, monkeypatch):
+    body = """
+try:
+    {}
+except Exception as error:
+    raise ModuleNotFoundError("Could not import module 'Trainer'. Are this object's requirements met?") from error
+"""
+    result = run(tmp_path, monkeypatch, "train.py", train=body.format("import nowhere_at_all"))
+    assert result.exit_code == 2 and "No module named 'nowhere_at_all': install that package" in result.stderr
+    result = run(tmp_path, monkeypatch, "train.py", train=body.format("1 / 0"))
+    assert "ZeroDivisionError" in result.stderr and "install that package" not in result.stderr
+
+
 def test_what_needs_an_account_of_the_hub_is_refused(tmp_path, monkeypatch):
     body = "from huggingface_hub.errors import LocalTokenNotFoundError\nraise LocalTokenNotFoundError('log in')"
     result = run(tmp_path, monkeypatch, "train.py", train=body)
