@@ -106,7 +106,7 @@ MODELS = {
     "google-bert/bert-base-cased": BERT, "bert-base-cased": BERT,
     "FacebookAI/roberta-large": ROBERTA, "roberta-large": ROBERTA,
     "answerdotai/ModernBERT-base": MODERNBERT, "distilbert-base-uncased": {"model_type": "distilbert"},
-    "huggyllama/llama-7b": LLAMA_7B, "meta-llama/Llama-2-7b-hf": LLAMA_7B, "google-t5/t5-base": T5_BASE,
+    "huggyllama/llama-7b": LLAMA_7B, "meta-llama/Llama-2-7b-hf": LLAMA_7B, "google-t5/t5-base": T5_BASE, "t5-base": T5_BASE,
     "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2_360M, "Qwen/Qwen2-1.5B-Instruct": QWEN2_1B,
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN2, "trl-lib/qwen1.5-1.8b-sft": QWEN15_2B, "bert-base-uncased": BERT,
     "EleutherAI/pythia-1b-deduped": PYTHIA_1B, "trl-lib/pythia-1b-deduped-tldr-sft": PYTHIA_1B,
@@ -485,6 +485,8 @@ class StandIns:
 
     def trl_rows(self) -> None:
         """The rows of TRL's examples."""
+        from datasets import Dataset
+
         p, numbers = self.paragraph, range(2 * ROWS)
 
         def say(role: str, number: int) -> dict[str, str]:
@@ -520,6 +522,7 @@ class StandIns:
         }  # fmt: skip
         for name, rows in sets.items():
             (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        Dataset.from_list(sets["gsm8k"]).to_parquet(str(self.data / "gsm8k.parquet"))
 
     def seeing(self) -> None:
         """Models that see, with their processors, and rows with pictures."""
