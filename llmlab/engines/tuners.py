@@ -120,7 +120,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     the data and the tokenizer."""
     wanted = {"precision": ("mixed-bf16", "mixed-fp16"), "optimizer": ("adamw",), "zero": (0, 1), "lora": (None,),
               "quantization": (None,), "offload": (None,), "kernels": (None,), "compile": (False,), "fp8": (None,),
-              "attention": ("sdpa", "flash", "eager")}  # fmt: skip
+              "attention": ("sdpa", "flash", "eager"), "schedule": ("1f1b",)}  # fmt: skip
     for field, values in wanted.items():
         if getattr(run, field) not in values:
             raise SpecError(f"Megatron-LM with {field}={getattr(run, field)!r} is not supported here")
@@ -153,6 +153,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     own = options is not None and (options.fp8_param_gather or options.use_precision_aware_optimizer)
     lines += ["--use-distributed-optimizer"] if run.zero or own else []
     lines += ["--sequence-parallel"] if run.sequence_parallel else []
+    lines += [f"--num-virtual-stages-per-pipeline-rank {run.virtual_stages}"] if run.virtual_stages > 1 else []
     lines += _recompute(recompute, options) if recompute else []
     if options is not None:
         lines.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}")
@@ -174,7 +175,6 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         if options.defer_embedding_wgrad_compute:
             limit = f"--wgrad-deferral-limit {options.wgrad_deferral_limit}"
             lines.append(f"--defer-embedding-wgrad-compute {limit}")
-        lines += [f"--num-virtual-stages-per-pipeline-rank {options.virtual_pipeline}"] * (options.virtual_pipeline > 1)
     lines += [] if spec.tied else ["--untie-embeddings-and-output-weights"]
     if spec.family == "gpt2":
         return [*lines, "--position-embedding-type learned_absolute"]

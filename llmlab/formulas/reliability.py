@@ -36,9 +36,9 @@ def checkpoint_bytes(model: ModelLike, run: Training) -> int:
 
 
 def save_seconds(size: int, writers: int, rate: float, storage: float) -> float:
-    """Return the s that `writers` need to write `size` bytes, if each sends `each` bytes/s and the storage accepts
+    """Return the s that `writers` need to write `size` bytes, if each sends `rate` bytes/s and the storage accepts
     `storage` bytes/s in total."""
-    _positive(writers=writers, each=rate, storage=storage)
+    _positive(writers=writers, rate=rate, storage=storage)
     return size / min(writers * rate, storage)
 
 

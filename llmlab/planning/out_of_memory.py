@@ -32,7 +32,7 @@ NUMBERS = {
     "reserved": (rf"{SIZE} reserved in total by PyTorch",),
 }
 STARTS = r"[Tt]ried to allocate|would exceed allowed memory"
-VARIABLE = "PYTORCH_ALLOC_CONF"
+VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"  # read by all releases; PYTORCH_ALLOC_CONF has no effect up to 2.9.1
 DRIVER = r"(CUDA|HIP) (error: out of memory|driver error: out of memory)|(CUDA|HIP)_ERROR_OUT_OF_MEMORY"
 
 
@@ -68,7 +68,7 @@ class OutOfMemory(Tabular):
     `unallocated`: reserved by PyTorch, but in no tensor. `process`: all GPU memory of this process. `allowed`: the
     limit of set_per_process_memory_fraction. `private`: the part of `allocated` in private pools of CUDA graphs.
     `free_at_most`: the message does not state the free memory, so `free` is everything that PyTorch has not reserved.
-    `variable`: the environment variable that configures the allocator in the release that wrote the message.
+    `variable`: the environment variable that configures the allocator: the one that the message names, if any.
     """
 
     requested: int
@@ -117,8 +117,8 @@ class OutOfMemory(Tabular):
         if self.short == 0:
             return (
                 f"Fragmentation caused the error: {holes}, and the request needed {show_bytes(self.requested)} in one "
-                f"piece. {self.variable}=expandable_segments:True (torch 2.1 and newer) joins such pieces and would "
-                "probably have prevented the error."
+                "piece. Expandable segments (torch 2.1 and newer) join such pieces and would probably have prevented "
+                f"the error: set {self.variable}=expandable_segments:True."
             )
         if self.others > max(self.short, self.capacity / 4):
             return (

@@ -11,7 +11,7 @@ from ..base.tables import Table, Tabular
 from ..base.terms import PARTS, PHASES
 from ..base.units import show_bytes
 from ..recording.snapshot import addressed, read_snapshot
-from .out_of_memory import OutOfMemory
+from .out_of_memory import VARIABLE, OutOfMemory
 
 SHOWN = 8  # places, and segments with holes, in the table; --json has all
 # The changes that make each part smaller, by the names under which `fix` lists them.
@@ -76,7 +76,7 @@ class SnapshotReport(Tabular):
         if 10 * holes > self.reserved:
             sentences.append(
                 f"Holes are {holes / self.reserved:.0%} of the reserved memory. "
-                "PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator move free memory between requests."
+                f"{VARIABLE}=expandable_segments:True lets the allocator move free memory between requests."
             )
         if grown := sum(self.growth.values()):
             sentences.append(

@@ -17,8 +17,8 @@ from .trace import Term, Trace
 SHOWN = 24  # rows of the printed table; one more row sums the rest
 FACTORS = 64  # the largest factor, bytes of an element included, before the sizes of a model
 # The names of a model's sizes in formulas, in order of preference, with their LaTeX.
-LATEX = {"hidden": "h", "intermediate": "f", "vocab": "V", "heads·head_dim": "a d", "kv_heads·head_dim": "a_{kv} d",
-         "moe_intermediate": "f_e", "heads": "a", "kv_heads": "a_{kv}", "head_dim": "d", "experts": "E"}  # fmt: skip
+LATEX = {"hidden": "h", "intermediate": "f", "vocab": "V", "heads·head_dim": "a d", "kv_heads·head_dim": "k d",
+         "moe_intermediate": "f_e", "heads": "a", "kv_heads": "k", "head_dim": "d", "experts": "E"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,10 @@ def _factored(factor: float, sizes: Mapping[str, int], elements: Set[int]) -> tu
     """Return a coefficient as a small number times up to three sizes of the model, or as a plain number.
 
     Sizes are often multiples of one another: if the MLP is 4 times as wide as the model, 4 bytes · h · f is also
-    1 byte · f · f. The small number is the bytes of an element if possible, otherwise the smallest one.
+    1 byte · f · f. The small number is the bytes of an element if possible, otherwise the smallest one. Up to 8 bytes
+    are one number, such as a token id, even if the model has 8 heads.
     """
-    for count in (1, 2, 3):
+    for count in (1, 2, 3) if factor > 8 else ():
         left = {names: factor / prod(sizes[name] for name in names)
                 for names in combinations_with_replacement(sizes, count)}  # fmt: skip
         whole = {names: number for names, number in left.items() if number == int(number) and 0 < number <= FACTORS}

@@ -79,8 +79,10 @@ def test_a_delayed_update_hides_behind_the_passes_of_the_next_step():
     passes_of = [[start for lane, start, _, kind in works if kind == "forward"] for works in (plain, delayed)]
     assert (passes_of[0][-1] - passes_of[0][0]) / 19 == pytest.approx(found.compute + found.adam, rel=0.01)
     assert (passes_of[1][-1] - passes_of[1][1]) / 18 == pytest.approx(found.compute + found.up, rel=0.01)
-    for works in (plain, delayed):  # each lane does one thing at a time
-        for lane in {work[0] for work in works}:
+    for works in (plain, delayed):
+        returned = [work[2] - work[1] for work in works if work[0] == "PCIe up"]
+        assert sum(returned) == pytest.approx(20 * found.up)  # the weights of every update, also of the last
+        for lane in {work[0] for work in works}:  # each does one thing at a time
             spans = sorted(work[1:3] for work in works if work[0] == lane)
             assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans))
 

@@ -137,7 +137,18 @@ def test_megatrons_parser_takes_its_arguments(tmp_path):
     assert read.use_distributed_optimizer and read.sequence_parallel and read.bf16 and read.tp_comm_overlap
     assert read.overlap_grad_reduce and read.overlap_param_gather
     assert read.cross_entropy_loss_fusion and read.cross_entropy_fusion_impl == "native"
-    assert "train.py" in done.left_out and "megatron_args.txt" in (tmp_path / "out" / "launch.sh").read_text()
+    started = (tmp_path / "out" / "launch.sh").read_text()
+    assert "train.py" in done.left_out and "megatron_args.txt" in started
+    assert "--data " not in started  # train.py's; Megatron-LM has --data-path
+
+
+def test_megatrons_arguments_interleave_stages_with_any_stack():
+    spec = lab.model("meta-llama/Llama-3.1-8B")
+    run = lab.Training(pp=4, accumulation=8, precision="mixed-bf16", virtual_stages=4)
+    for interleaved in (run, lab.Training(pp=4, accumulation=8, stack="megatron:virtual_pipeline=4")):
+        assert "--num-virtual-stages-per-pipeline-rank 4" in megatron_arguments(interleaved, spec)
+    with pytest.raises(SpecError, match="schedule='gpipe'"):
+        megatron_arguments(replace(run, virtual_stages=1, schedule="gpipe"), spec)
 
 
 def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():

@@ -106,7 +106,7 @@ END = "If reserved but unallocated memory is large try setting"
 OF_RELEASES = {  # as they stand in public issues
     "1.0": ("CUDA out of memory. Tried to allocate 32.00 MiB (GPU 0; 7.79 GiB total capacity; 6.64 GiB already "
             "allocated; 21.00 MiB free; 150.86 MiB cached)",
-            {"free": 21 * MIB, "unallocated": 150.86 * MIB, "short": 0}, "PYTORCH_ALLOC_CONF=expandable"),
+            {"free": 21 * MIB, "unallocated": 150.86 * MIB, "short": 0}, "PYTORCH_CUDA_ALLOC_CONF=expandable"),
     "2.1": ("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a total capacty of "
             "6.00 GiB of which 0 bytes is free. Of the allocated memory 2.93 GiB is allocated by PyTorch, and 2.30 GiB "
             f"is reserved by PyTorch but unallocated. {END} max_split_size_mb to avoid fragmentation. See "

@@ -98,19 +98,21 @@ def test_where_nothing_can_be_derived_a_plain_transformer_answers_and_the_reason
 
 
 def test_a_peak_is_explained_by_the_tensors_that_are_alive():
-    """A SwiGLU keeps three tensors of its width for each token (arXiv 2002.05202), AdamW two numbers per weight."""
-    run = lab.Training(micro_batch=4, seq_len=1536, precision="bf16")
-    peak = lab.explain(OLMO, run, "A100-80GB")
-    assert peak.total == sum(term.bytes for term in peak.terms) == lab.estimate(OLMO, run, "A100-80GB").peak_allocated
+    """An eager SwiGLU saves four tensors of its width for each token, AdamW two numbers per weight. Token ids are
+    int64, so they have 8 bytes, and not one byte for each of 8 key/value heads."""
+    run, config = lab.Training(micro_batch=4, seq_len=1536, precision="bf16"), {**OLMO, "num_key_value_heads": 8}
+    peak = lab.explain(config, run, "A100-80GB")
+    assert peak.total == sum(term.bytes for term in peak.terms) == lab.estimate(config, run, "A100-80GB").peak_allocated
+    assert {term.formula for term in peak.terms if term.part == "inputs"} == {"8 · S · B"}
     layers, tokens = TEXT["num_hidden_layers"], 4 * 1536
     wide = [term for term in peak.terms if term.formula == "2 · intermediate · S · B" and term.part == "activations"]
     assert sum(term.count for term in wide) == 4 * layers  # gate, up, silu(gate), and their product
     kept = 4 * layers * 2 * TEXT["intermediate_size"] * tokens
     assert sum(term.bytes for term in wide) == pytest.approx(kept, rel=0.01)
     states = [term for term in peak.terms if term.part == "optimizer"]
-    weights = lab.model(OLMO).parameters
+    weights = lab.model(config).parameters
     assert sum(term.bytes for term in states) == pytest.approx(2 * 2 * weights, rel=0.01)
-    assert "h" in peak.latex() and "2 f S B" in peak.latex()
+    assert "2 h k d" in peak.latex() and "2 f S B" in peak.latex()
     assert "model.layers.*.mlp" in str(peak)
 
 

@@ -136,8 +136,8 @@ def activation_schedule(copied: float, backward: float, blocks: int = 4) -> list
 
 
 def draw_activations(rows: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw four blocks whose activations are offloaded, one panel for each row: (time of a copy, of the backward pass)
-    of a block, in units of its forward pass."""
+    """Draw four blocks, of which all but the last offload their activations, one panel for each row: (time of a copy,
+    of the backward pass) of a block, in units of its forward pass."""
     colors = {"forward": PALETTE[0], "backward": PALETTE[1], "activations": PALETTE[5]}
     schedules = {name: activation_schedule(*times) for name, times in rows.items()}
     picture, ax = sketch(34 + 88 * len(rows))
@@ -157,5 +157,5 @@ def draw_activations(rows: Mapping[str, tuple[float, float]]) -> Picture:
                     words = str(block) if (finish - begin) * scale > 10 else ""
                     width = scale * (finish - begin)
                     box(ax, 50 + scale * begin, y + 13 + 26 * row, width, 22, words, colors[kind])
-    return finished(picture, f"Four blocks whose activations are offloaded, until the end of the backward pass. "
-                    f"{'; '.join(texts)}. A forward is the time of one block.")  # fmt: skip
+    return finished(picture, f"Four blocks until the end of the backward pass. The activations of all but the last are "
+                    f"offloaded. {'; '.join(texts)}. A forward is the time of one block.")  # fmt: skip

@@ -9,7 +9,7 @@ from ...plots.schematic import box, finished, grid, label, link, sketch, strip, 
 
 OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # of four ranks
 PARTS = {
-    "compute": PALETTE[5], "tensor-parallel messages": PALETTE[3], "data-parallel messages": PALETTE[1],
+    "compute": PALETTE[5], "tensor-parallel messages": PALETTE[3], "data parallelism": PALETTE[1],
     "update": PALETTE[2], "waiting": PALETTE[4],
 }  # fmt: skip
 KINDS = [PALETTE[i] for i in (3, 1, 5)]

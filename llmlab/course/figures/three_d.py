@@ -18,7 +18,7 @@ GPUS_PER_NODE = 8
 
 
 def draw_mesh(sizes: Mapping[str, int], groups: Mapping[str, Sequence[int]], notes: Mapping[str, str]) -> Picture:
-    """Draw the first, the second and the last node of each stage of a mesh, and mark the ranks that rank 0 talks to.
+    """Draw the first, the second and the last node of each stage of a mesh, and mark the groups of rank 0.
 
     `sizes` are the degrees of "tp", "dp" and "pp", `groups` the ranks of the group of rank 0 along each axis, and
     `notes` a line of text about each axis.
@@ -42,9 +42,9 @@ def draw_mesh(sizes: Mapping[str, int], groups: Mapping[str, Sequence[int]], not
     for row, (axis, text) in enumerate(notes.items()):
         box(ax, 8, 364 + 20 * row, 12, 12, "", AXES[axis])
         label(ax, 26, 370 + 20 * row, text)
-    talks = "; ".join(f"{axis}: {_shortened(group)}" for axis, group in groups.items())
-    return finished(picture, f"{pp} stages of {nodes} nodes with {GPUS_PER_NODE} GPUs. Rank 0 and the ranks it "
-                    f"exchanges messages with, along each axis: {talks}. {'; '.join(notes.values())}.")  # fmt: skip
+    members = "; ".join(f"{axis}: {_shortened(group)}" for axis, group in groups.items())
+    return finished(picture, f"{pp} stages of {nodes} nodes with {GPUS_PER_NODE} GPUs. The groups of rank 0: {members}."
+                    f" {'; '.join(notes.values())}.")  # fmt: skip
 
 
 def _shortened(ranks: Sequence[int]) -> str:

@@ -52,7 +52,8 @@ def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> i
 def apply(method: str, model: PreTrainedModel, rank: int = 16, tokens: int = 20) -> nn.Module:
     """Prepare `model` for `method` and return it: only the parameters that the method trains require a gradient.
 
-    `model` is a transformers model with Llama's names. peft prepares it; only adapters, which it lacks, are ours.
+    `model` is a transformers model with Llama's names. peft prepares it, except for adapters, which are
+    ours, and for full and bitfit, which only choose among the model's own parameters.
     """
     _check(method)
     if method in ("full", "bitfit"):

@@ -162,7 +162,7 @@ def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -
 
     A bf16 number is the upper half of an fp32 number. Adding a random lower half
     carries into the upper half with probability (lower half) / 2^16, which is the
-    distance to the lower neighbour in units of the spacing (Gupta et al., arXiv
+    distance to the lower neighbor in units of the spacing (Gupta et al., arXiv
     1502.02551, section 3).
     """
     if values.dtype != torch.float32:

@@ -196,6 +196,8 @@ def schedule(step: OffloadedStep, buckets: int = 8, steps: int = 1, delayed: boo
                 works.append(("PCIe up", start, up, "weights"))
         if not delayed:
             gpu = up
+    if delayed:  # nothing hides the last update and its weights
+        works.append(("PCIe up", updated, updated + step.up, "weights"))
     return works
 
 

@@ -29,6 +29,7 @@ from ..memory.share import (
     attention_kernel,
     by_bitsandbytes,
     bytes_of,
+    expert_bytes,
     masked_layers,
     unpacked_bytes,
 )
@@ -401,6 +402,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     in_fp32 = {"adapters"} if multiplied_wide(run) else set()
     if bytes_of(run).compute == 4:  # peft casts the weights that are not quantized to fp32
         in_fp32 |= {"head"}
+    if expert_bytes(run) == 4:
+        in_fp32 |= {"experts"}
     found = []
     for product in products(spec, run):
         m, n, k = rows * product.copies, product.outputs, product.inputs

@@ -18,12 +18,13 @@ PORT = 29500  # torchrun's own default
 
 
 def launch_script(
-    title: str, program: str, nodes: int, per_node: int, alone: bool, exports: Sequence[str] = ()
+    title: str, program: str, nodes: int, per_node: int, alone: bool, arguments: str, exports: Sequence[str] = ()
 ) -> str:
     """Return launch.sh, which starts torchrun on one of `nodes` nodes, or python if the process is `alone`. `program`
-    is the script with its arguments, and `exports` are environment variables with their values."""
+    is the script with its arguments, `arguments` shows those that the user adds, and `exports` are environment
+    variables with their values."""
     lines = [
-        "#!/bin/bash", f"# {title}.", "#     LR=... ./launch.sh --data train.txt", "set -euo pipefail",
+        "#!/bin/bash", f"# {title}.", f"#     LR=... ./launch.sh{arguments}", "set -euo pipefail",
         'cd "$(dirname "${BASH_SOURCE[0]}")"',
         ': "${LR:?set the learning rate, which no plan knows: LR=... ./launch.sh}"',
         *(f"export {setting}" for setting in exports),
@@ -36,11 +37,11 @@ def launch_script(
     return "\n".join([*lines, f'exec {"python" if alone else f"torchrun {ranks}"} {program} "$@"', ""])
 
 
-def slurm_job(title: str, nodes: int, per_node: int) -> str:
+def slurm_job(title: str, nodes: int, per_node: int, arguments: str) -> str:
     """Return job.sbatch, which runs launch.sh once on each node. The user sets time, account and partition."""
     return f"""#!/bin/bash
 # {title}.
-#     LR=... sbatch job.sbatch --data train.txt
+#     LR=... sbatch job.sbatch{arguments}
 #SBATCH --job-name=train
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1   # one torchrun per node, which starts a process per GPU

@@ -97,9 +97,10 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
         exports.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     if stack_of(run).cuda_launch_blocking:
         exports.append("CUDA_LAUNCH_BLOCKING=1")
-    started = launch_script(title, start, nodes, per_node, alone, exports)
+    arguments = " --data train.txt" if "train.py" in found else " ..."  # other programs have their own
+    started = launch_script(title, start, nodes, per_node, alone, arguments, exports)
     found["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"
-    found["job.sbatch"] = slurm_job(title, nodes, per_node), "Slurm: LR=... sbatch job.sbatch"
+    found["job.sbatch"] = slurm_job(title, nodes, per_node, arguments), "Slurm: LR=... sbatch job.sbatch"
     if task := sky_task(title, card, nodes, per_node, needed, "train.py" in found):
         found["sky.yaml"] = task, "SkyPilot: sky launch sky.yaml"
     else:
