@@ -94,7 +94,8 @@ def refused(error: BaseException) -> NotAvailable | None:
         return UNSLOTH
     if any(re.search(r"\bvllm\b", f"{each.name} {each}", re.IGNORECASE) for each in imports):
         return NotAvailable(f"{VLLM}{script_line(error)}")
-    if compiled := next((name for each in imports if (name := str(each.name).partition(".")[0]) in COMPILED), None):
+    words = {word for each in imports for word in re.findall(r"\w+", f"{each.name} {each}")}
+    if compiled := next((name for name in COMPILED if name in words), None):
         why = "its kernels are compiled for a GPU and not simulated, so do not install it"
         return NotAvailable(f"{said.rstrip('.')}: {why}; let the script use {COMPILED[compiled]}{script_line(error)}")
     if any(isinstance(each, ModuleNotFoundError) or "install" in str(each) for each in imports):

@@ -67,6 +67,7 @@ def test_vllm_is_refused_by_name(tmp_path, monkeypatch, body):
 
 @pytest.mark.parametrize(("body", "instead"), [
     ("from flash_attn.layers.rotary import apply_rotary_emb", "scaled_dot_product_attention"),
+    ("raise ImportError('the package flash_attn seems to be not installed')", "scaled_dot_product_attention"),
     ("import adam_atan2", "torch.optim"), ("import mamba_ssm", "PyTorch's operators"),
 ])  # fmt: skip
 def test_packages_that_are_compiled_for_a_gpu_are_not_to_be_installed(tmp_path, monkeypatch, body, instead):
