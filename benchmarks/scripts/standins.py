@@ -95,6 +95,7 @@ PRESETS = {
     "Qwen/Qwen3-4B-Instruct-2507": ("Qwen/Qwen3-4B", "qwen3_instruct_2507", FEW),
     "Qwen/Qwen2.5-Math-1.5B-Instruct": ("Qwen/Qwen2.5-1.5B", "qwen2_5", None),
     "HuggingFaceTB/SmolLM2-135M": ("HuggingFaceTB/SmolLM2-135M", "llama3_2", None),
+    "NousResearch/Llama-3.2-1B": ("meta-llama/Llama-3.2-1B", "llama3_2", None),
     "meta-llama/Llama-3.2-1B-Instruct": ("meta-llama/Llama-3.2-1B", "llama3_2", None),
     "openai/gpt-oss-20b": ("openai/gpt-oss-20b", "gptoss", FEW),
 }  # fmt: skip
