@@ -18,6 +18,7 @@ from ..again import module_again, share_again, whole_again
 from ..memory.activations import FUSED
 from ..memory.float8 import converted, takes_either_layout
 from ..memory.fsdp import reduced_bytes, uses_fsdp
+from ..memory.gradients import bucket_bytes
 from ..memory.precision import PRECISION
 from ..memory.scores import score_elements, softmax_element
 from ..memory.share import Share, adapted, adapter_bytes, by_bitsandbytes, share_of
@@ -28,8 +29,9 @@ from .stacks import megatron, torchtitan
 from .traffic import Pass, cast, rmsnorm, transposed_norm
 
 LOGITS_MOVES = 10.0  # reads and writes of the fp32 logits by the loss
-# A fused loss reads the 16-bit logits for their maximum, for their sum and for the gradient, and writes the gradient.
-FUSED_LOGITS = 4 * 2
+# A compiled loss reads the 16-bit logits for their maximum, for their sum and for the gradient, which it writes.
+# Liger's reads them once for maximum and sum (liger_kernel 0.8.5, ops/cross_entropy.py).
+FUSED_LOGITS, LIGER_LOGITS = 4 * 2, 3 * 2
 # Reads and writes of each logit by the losses of formulas/memory/methods.py, counted from step/methods.py.
 METHOD_LOGITS = {"chunked": 4, "whole": 14, "teacher": 36}
 # A compiled model also returns its logits. Therefore the backward pass writes and reads zeros as their gradient, and
@@ -86,7 +88,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     if own := OWN_LOGITS.get(stack.name):
         moves = sum(own[stack.cross_entropy_fusion_impl])
     elif (run.compile and stack.compile_loss) or run.kernels in ("liger", "fused-loss"):
-        moves = FUSED_LOGITS
+        moves = LIGER_LOGITS if run.kernels in ("liger", "fused-loss") else FUSED_LOGITS
         if share.compiled and run.kernels is None:
             moves += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
     if read := METHOD_LOGITS.get(run.objective.loss):
@@ -98,6 +100,8 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     block = (fused_block if fused else BLOCKS.get(stack.name, plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share) + biases(share)
     blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
+    # DDP copies each gradient into its bucket and back (torch/csrc/distributed/c10d/reducer.cpp), once per step.
+    blocks += 2 * 2 * bucket_bytes(share, states(spec, run))
     turned = 0.0
     if not fused and stack.name not in BLOCKS and not spec.learned_positions:
         _, turn = rotation(share)
