@@ -2,9 +2,9 @@
 
     .venv/bin/python tools/families.py
 
-An entry has the auto class, the names that this family's config uses for transformers' usual ones, the sizes that a
-config may leave out, whether its MLPs are gated and its positions rotary, and the model types of nested configs. With
-it a config.json is read without transformers.
+An entry has the auto class and the class that it makes, the names that this family's config uses for transformers'
+usual ones, the sizes that a config may leave out, whether its MLPs are gated and its positions rotary, and the model
+types of nested configs. With it a config.json is read without transformers.
 """
 
 from __future__ import annotations
@@ -67,16 +67,18 @@ def families() -> dict[str, Any]:
                   if isinstance(value, dict) and value.get("model_type")}  # fmt: skip
         wanted += nested.values()
         auto = next((name for name, kinds in known.items() if kind in kinds), None)
-        entry = {"class": auto, "attention": attentions(known[auto][kind]) if auto else None, "names": names,
-                 "sizes": sizes, "nested": nested,
+        owner = known[auto][kind] if auto else None
+        owner = owner if isinstance(owner, str) or owner is None else owner[0]
+        entry = {"class": auto, "architecture": owner, "attention": attentions(owner) if owner else None,
+                 "names": names, "sizes": sizes, "nested": nested,
                  "rotary": any(name in data for name in ("rope_parameters", "rope_theta"))}  # fmt: skip
         found[kind] = {key: value for key, value in entry.items() if value}
     return dict(sorted(found.items()))
 
 
-def attentions(name: str | tuple[str, ...]) -> list[str]:
+def attentions(name: str) -> list[str]:
     """Return the attention implementations that the class called `name` takes, as `Training.attention` names them."""
-    owner = getattr(transformers, name if isinstance(name, str) else name[0])
+    owner = getattr(transformers, name)
     flags = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn"}
     return ["eager", *(attention for attention, flag in flags.items() if getattr(owner, flag, False))]
 

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -97,6 +98,7 @@ class Result:
     source: str = ""
     about: str = ""
     said: str = ""  # the last line of what it said, where it did not run
+    made: str = ""  # by what, where and when
 
 
 def read_cases(path: Path) -> dict[str, Case]:
@@ -105,8 +107,8 @@ def read_cases(path: Path) -> dict[str, Case]:
     return {name: Case(name=name, place=rows.pop("in"), **rows) for name, rows in table.items()}
 
 
-def run_case(case: Case, clones: Path, work: Path) -> Result:
-    """Run one case in a process of its own."""
+def run_case(case: Case, clones: Path, work: Path, made: str = "") -> Result:
+    """Run one case in a process of its own; `made` is kept with its result."""
     filled = {"clones": str(clones), "data": str(work / "data"), "tokenizer": str(work / "tokenizer")}
     words = [word.format(**filled) if "{" in word else word for word in shlex.split(case.run)]
     folder = clones / case.place
@@ -122,6 +124,7 @@ def run_case(case: Case, clones: Path, work: Path) -> Result:
         "published_is": case.published_is,
         "source": case.source,
         "about": case.about,
+        "made": made,
     }
     if not folder.is_dir():
         return Result(**row, outcome=MISSING, seconds=0, said=f"{case.place} is not among the clones")
@@ -216,13 +219,16 @@ class _Limited:
 
     def _end(self, process: subprocess.Popen, waits: bool) -> None:
         self.stopped = HANG if waits else TOO_LONG
-        process.send_signal(signal.SIGINT)
-        try:
-            self.output, _ = process.communicate(timeout=3 * IDLE)
-        except subprocess.TimeoutExpired:
-            self.stopped = HANG
-            os.killpg(process.pid, signal.SIGKILL)
-            self.output, _ = process.communicate()
+        for _ in range(3):  # Python drops a signal that arrives in a callback of a weak reference
+            process.send_signal(signal.SIGINT)
+            try:
+                self.output, _ = process.communicate(timeout=IDLE)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+        self.stopped = HANG
+        os.killpg(process.pid, signal.SIGKILL)
+        self.output, _ = process.communicate()
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -251,8 +257,9 @@ def _environment(case: Case, clones: Path, work: Path, filled: dict[str, str]) -
     }
 
 
-def report(results: list[Result], made: str) -> str:
-    """Return what the page of the book shows, as Markdown: a count, what ran, and what the others said."""
+def report(results: list[Result]) -> str:
+    """Return what the page of the book shows, as Markdown: a count, what ran, what the others said, and by what they
+    were made, for each part that ran on its own."""
     counted = {outcome: sum(result.outcome == outcome for result in results) for outcome in OUTCOMES}
     several = {ENDED: "ran to their end", OWN: "script errors"}
     counts = ", ".join(
@@ -275,7 +282,10 @@ def report(results: list[Result], made: str) -> str:
         header = ["script", "outcome", "message"]
         messages = [[_named(r), r.outcome, _plain(r.said)] for r in others]
         lines += titled_table("Scripts that did not run", header, messages, words=True)
-    return "\n".join([*lines, made])
+    parts = Counter(result.made for result in results)
+    if len(parts) == 1:
+        return "\n".join([*lines, *parts])
+    return "\n".join([*lines, *(f"- {number} command lines: {made}" for made, number in parts.items())])
 
 
 def _ran(result: Result) -> list[str]:
@@ -324,16 +334,16 @@ def main(clones: Path, work: Path, cases: Path, out: Path, names: tuple[str, ...
     table = read_cases(cases)
     stored = out / "scripts.json"
     rows = json.loads(stored.read_text("utf-8"))["scripts"] if stored.exists() else []
-    known = {row["name"]: Result(**row) for row in rows}
+    known = {row["name"]: Result(**row) for row in rows}  # those that do not run again stay as they are
     made = provenance("llmlab", "torch", "transformers", "accelerate", "peft", "trl", "datasets")
     for name in names or table:
-        done = run_case(table[name], clones, work)
+        done = run_case(table[name], clones, work, made)
         known[name] = done
         print(f"{name}: {done.outcome}, {done.steps} steps, {show_bytes(done.peak_allocated)} / "
               f"{show_bytes(done.peak_reserved)}, {done.seconds} s {done.said[:300]}", flush=True)  # fmt: skip
         results = [known[each] for each in table if each in known]
-        write_whole(stored, json.dumps({"made": made, "scripts": [asdict(each) for each in results]}, indent=1) + "\n")
-    write(out / "scripts.md", report(results, made))
+        write_whole(stored, json.dumps({"scripts": [asdict(each) for each in results]}, indent=1) + "\n")
+    write(out / "scripts.md", report(results))
 
 
 if __name__ == "__main__":

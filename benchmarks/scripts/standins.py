@@ -28,6 +28,8 @@ import numpy as np
 import torch
 
 from llmlab.data import corpus
+from llmlab.specs.generic import architecture
+from llmlab.specs.model import model as preset
 
 ROWS = 128
 END = "<|endoftext|>"
@@ -76,6 +78,27 @@ T5_BASE = {
     "model_type": "t5", "vocab_size": 50300, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12,
     "decoder_start_token_id": 0, "architectures": ["T5ForConditionalGeneration"],
 }  # fmt: skip
+PYTHIA_1B = {
+    "model_type": "gpt_neox", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 8, "rotary_pct": 0.25, "torch_dtype": "float16",
+    "architectures": ["GPTNeoXForCausalLM"],
+}  # fmt: skip
+QWEN15_2B = {
+    **QWEN2, "hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FEW = 2  # layers of models that are too large for a check
+# Models of the presets, with the chat template of TRL's that is theirs, and all their layers or few.
+PRESETS = {
+    "Qwen/Qwen3-0.6B": ("Qwen/Qwen3-0.6B", "qwen3", None), "Qwen/Qwen3-1.7B": ("Qwen/Qwen3-1.7B", "qwen3", None),
+    "Qwen/Qwen3-4B": ("Qwen/Qwen3-4B", "qwen3", FEW),
+    "Qwen/Qwen3-4B-Instruct-2507": ("Qwen/Qwen3-4B", "qwen3_instruct_2507", FEW),
+    "Qwen/Qwen2.5-Math-1.5B-Instruct": ("Qwen/Qwen2.5-1.5B", "qwen2_5", None),
+    "HuggingFaceTB/SmolLM2-135M": ("HuggingFaceTB/SmolLM2-135M", "llama3_2", None),
+    "NousResearch/Llama-3.2-1B": ("meta-llama/Llama-3.2-1B", "llama3_2", None),
+    "meta-llama/Llama-3.2-1B-Instruct": ("meta-llama/Llama-3.2-1B", "llama3_2", None),
+    "openai/gpt-oss-20b": ("openai/gpt-oss-20b", "gptoss", FEW),
+}  # fmt: skip
 MODELS = {
     "openai-community/gpt2": GPT2, "gpt2": GPT2, "gpt2-xl": GPT2_XL,
     "facebook/opt-350m": OPT_350M, "facebook/opt-6.7b": OPT_6B,
@@ -85,7 +108,12 @@ MODELS = {
     "FacebookAI/roberta-large": ROBERTA, "roberta-large": ROBERTA,
     "answerdotai/ModernBERT-base": MODERNBERT, "distilbert-base-uncased": {"model_type": "distilbert"},
     "huggyllama/llama-7b": LLAMA_7B, "meta-llama/Llama-2-7b-hf": LLAMA_7B, "google-t5/t5-base": T5_BASE,
-    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2_360M,
+    "t5-base": T5_BASE,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2_360M, "Qwen/Qwen2-1.5B-Instruct": QWEN2_1B,
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN2, "trl-lib/qwen1.5-1.8b-sft": QWEN15_2B, "bert-base-uncased": BERT,
+    "EleutherAI/pythia-1b-deduped": PYTHIA_1B, "trl-lib/pythia-1b-deduped-tldr-sft": PYTHIA_1B,
+    "trl-lib/pythia-1b-deduped-tldr-rm": PYTHIA_1B, "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": PYTHIA_1B,
+    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": PYTHIA_1B,
 }  # fmt: skip
 
 
@@ -109,7 +137,8 @@ class StandIns:
         self.pictures()
         self.stable_diffusion()
         beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.torchao, self.lightning, self.deepspeed)
-        for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm):
+        for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm, self.trl, self.trl_rows, self.seeing,
+                     self.newer):
             try:
                 part()
             except (FileNotFoundError, ImportError) as missing:
@@ -419,6 +448,168 @@ class StandIns:
             state = {before + key.removeprefix(before): value for key, value in model.state_dict().items()}
             without_values(state, folder / "model.safetensors")
 
+    def trl(self) -> None:
+        """The models of TRL's examples, with TRL's own chat templates."""
+        from transformers import Cohere2Config, DiffusionGemmaConfig, NemotronHConfig
+
+        templates = self.clones / "trl/trl/chat_templates"
+        for name, (source, template, layers) in PRESETS.items():
+            config = json.loads(json.dumps(preset(source).config, default=dict))
+            config["architectures"] = [architecture(config["model_type"])]
+            if layers:
+                config |= {"num_hidden_layers": layers}
+                config |= {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
+            if config["model_type"] == "gpt_oss":  # of its config.json on the Hub
+                kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+                config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+            folder = self.model(name, config)
+            shutil.copy(templates / f"{template}.jinja", folder / "chat_template.jinja")
+        defaults = {
+            "CohereLabs/tiny-aya-global": Cohere2Config(
+                hidden_size=2048, intermediate_size=11008, num_hidden_layers=FEW, num_attention_heads=16,
+                num_key_value_heads=4, dtype="float16", architectures=["Cohere2ForCausalLM"],
+            ),
+            "google/diffusiongemma-26B-A4B-it": DiffusionGemmaConfig(
+                text_config={"num_hidden_layers": FEW, "num_experts": 8, "top_k_experts": 2,
+                             "moe_intermediate_size": 704},
+                vision_config={"num_hidden_layers": FEW},
+                architectures=["DiffusionGemmaForBlockDiffusion"],
+            ),
+            "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NemotronHConfig(
+                hidden_size=2688, layers_block_type=["linear_attention", "moe", "full_attention"],
+                moe_intermediate_size=1856, dtype="bfloat16", architectures=["NemotronHForCausalLM"],
+            ),
+        }  # fmt: skip
+        shown = ("cohere2", "diffusion_gemma", "nemotron_3_nano")
+        for (name, config), template in zip(defaults.items(), shown, strict=True):
+            folder = self.model(name, json.loads(config.to_json_string()))
+            shutil.copy(templates / f"{template}.jinja", folder / "chat_template.jinja")
+
+    def trl_rows(self) -> None:
+        """The rows of TRL's examples."""
+        from datasets import Dataset
+
+        p, numbers = self.paragraph, range(2 * ROWS)
+
+        def say(role: str, number: int) -> dict[str, str]:
+            return {"role": role, "content": p(number)[:400]}
+
+        sets: dict[str, list[dict[str, Any]]] = {
+            "gsm8k": [{"question": p(i)[:300], "answer": f"{p(i + 1)[:300]} #### {i}"} for i in numbers],
+            "numina": [
+                {"problem": p(i)[:300], "solution": f"\\boxed{{{i}}}", "messages": [say("user", i)]}
+                for i in range(20 * ROWS)
+            ],
+            "steps": [
+                {"prompt": p(i)[:200], "completions": [p(i + 1)[:80], p(i + 2)[:80]], "labels": [True, i % 2 == 0]}
+                for i in numbers
+            ],
+            "tldr": [{"prompt": p(i)[:600] + " TL;DR:", "completion": " " + p(i + 1)[:120]} for i in numbers],
+            "triples": [
+                {"prompt": p(i)[:300], "reference": p(i + 1), "chosen": p(i + 2), "rejected": p(i + 3)}
+                for i in numbers
+            ],
+            "answered": [{"prompt": p(i)[:300], "golden_response": p(i + 1)[:300]} for i in numbers],
+            "helpful": [
+                {"prompt": [say("user", i)], "chosen": [say("assistant", i + 1)], "rejected": [say("assistant", i + 2)]}
+                for i in numbers
+            ],
+            "tools": [
+                {"user_content": p(i)[:100], "tool_name": "search_google", "tool_arguments": '{"query": "a"}'}
+                for i in numbers
+            ],
+            "cots": [{"prompt": p(i)[:200], "messages": [say("user", i), say("assistant", i + 1)]} for i in numbers],
+            "genes": [{"Official Symbol A": f"A{i}", "Official Symbol B": f"B{i}"} for i in numbers],
+            "genes_asked": [{"question": f"Does the gene A{i} act on B{i}?", "answer": "Yes"} for i in numbers],
+        }  # fmt: skip
+        for name, rows in sets.items():
+            (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        Dataset.from_list(sets["gsm8k"]).to_parquet(str(self.data / "gsm8k.parquet"))
+
+    def seeing(self) -> None:
+        """Models that see, with their processors, and rows with pictures."""
+        from datasets import Dataset, Features, Image, List, Value
+        from transformers import (
+            CLIPImageProcessor,
+            Gemma3ImageProcessor,
+            Gemma3Processor,
+            LlavaProcessor,
+            PreTrainedTokenizerFast,
+            Qwen2_5_VLProcessor,
+            Qwen2VLImageProcessor,
+            Qwen2VLVideoProcessor,
+        )  # fmt: skip
+
+        def tokenizer(template: str, *added: str, **named: str) -> PreTrainedTokenizerFast:
+            made = PreTrainedTokenizerFast.from_pretrained(self.work / "tokenizer", extra_special_tokens=named)
+            made.add_tokens(list(added), special_tokens=True)
+            made.chat_template = template
+            return made
+
+        def save(name: str, config: dict[str, Any], processor: Any) -> None:
+            folder = self.model(name, config)
+            for file in folder.glob("token*"):
+                file.unlink()
+            processor.save_pretrained(folder)
+
+        templates = self.clones / "trl/trl/chat_templates"
+        words = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+        says = tokenizer((templates / "qwen2_5_vl.jinja").read_text(), *words)
+        config = json.loads(json.dumps(preset("Qwen/Qwen2.5-VL-3B-Instruct").config, default=dict))
+        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+        config |= dict(zip(names, says.convert_tokens_to_ids(list(words[2:])), strict=True))
+        config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+        config["text_config"]["num_hidden_layers"] = config["vision_config"]["depth"] = FEW
+        config["vision_config"]["fullatt_block_indexes"] = [1]
+        sees = Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), says, Qwen2VLVideoProcessor(), says.chat_template)
+        save("Qwen/Qwen2.5-VL-3B-Instruct", config, sees)
+
+        says = tokenizer((templates / "llava_next.jinja").read_text(), "<image>")
+        looks = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14,
+                 "num_hidden_layers": FEW + 1, "num_attention_heads": 16, "image_size": 336}  # fmt: skip
+        config = {
+            "model_type": "llava", "text_config": {**LLAMA_7B, "vocab_size": 32064, "num_hidden_layers": FEW},
+            "vision_config": looks, "image_token_index": says.convert_tokens_to_ids("<image>"),
+            "architectures": ["LlavaForConditionalGeneration"], "torch_dtype": "float16",
+        }  # fmt: skip
+        sees = LlavaProcessor(
+            CLIPImageProcessor(size={"shortest_edge": 336}, crop_size=336), says, patch_size=14,
+            vision_feature_select_strategy="default", chat_template=says.chat_template, num_additional_image_tokens=1,
+        )  # fmt: skip
+        save("llava-hf/llava-1.5-7b-hf", config, sees)
+
+        named = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+        for name, source in (("google/gemma-3-4b-it", "4b"), ("google/gemma-3-12b-it", "12b")):
+            says = tokenizer((templates / "gemma3.jinja").read_text(), **named)
+            config = json.loads(json.dumps(preset(f"google/gemma-3-{source}-pt").config, default=dict))
+            config |= {"boi_token_index": says.boi_token_id, "eoi_token_index": says.eoi_token_id,
+                       "image_token_index": says.image_token_id, "architectures": ["Gemma3ForConditionalGeneration"]}
+            config["text_config"]["num_hidden_layers"] = config["vision_config"]["num_hidden_layers"] = FEW
+            looks = Gemma3ImageProcessor(size={"height": 896, "width": 896})
+            save(name, config, Gemma3Processor(looks, says, says.chat_template))
+
+        def turn(role: str, *parts: dict[str, str]) -> dict[str, Any]:
+            return {"role": role, "content": list(parts)}
+
+        p, picture = self.paragraph, str(self.data / "captioned/0.png")
+        small = str(self.data / "pictures/train/cat/0.png")
+        image = {"type": "image", "text": None}
+        shown = [{"images": [picture], "messages": [
+            turn("user", {"type": "text", "text": p(i)[:100]}, image),
+            turn("assistant", {"type": "text", "text": p(i + 1)[:200]})]} for i in range(ROWS)]  # fmt: skip
+        part = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
+        features = Features({"images": List(Image()), "messages": part})
+        Dataset.from_list(shown, features=features).to_parquet(str(self.data / "shown.parquet"))
+        compared = [{"images": [picture], "prompt": [
+            turn("user", image, {"type": "text", "text": p(i)[:100]})],
+            "chosen": [turn("assistant", {"type": "text", "text": p(i + 1)[:200]})],
+            "rejected": [turn("assistant", {"type": "text", "text": p(i + 2)[:200]})]} for i in range(ROWS)]
+        features = Features({"images": List(Image()), "prompt": part, "chosen": part, "rejected": part})
+        Dataset.from_list(compared, features=features).to_parquet(str(self.data / "compared.parquet"))
+        solved = [{"image": small, "problem": p(i)[:100], "solution": f"\\boxed{{{i}}}"} for i in range(2 * ROWS)]
+        features = Features({"image": Image(), "problem": Value("string"), "solution": Value("string")})
+        Dataset.from_list(solved, features=features).to_parquet(str(self.data / "solved.parquet"))
+
     def stable_diffusion(self) -> None:
         """Stable Diffusion 1's folder, and its decoder under a name of the hub."""
         try:
@@ -452,6 +643,117 @@ class StandIns:
             "scheduler": ["diffusers", "DDPMScheduler"],
         }  # fmt: skip
         (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **parts}))
+
+    def newer(self) -> None:
+        """What the repositories of 2024 to 2026 read: bytes of text, puzzles, features of pictures, FLUX and SD 3."""
+        import gzip
+
+        from PIL import Image as Picture
+
+        with gzip.open(self.clones / "x-transformers/data/enwik8.gz", "wb", compresslevel=1) as file:
+            file.write((self.text.encode() * (95_000_000 // len(self.text) + 1))[:95_000_000])
+        shutil.copytree(self.data / "MNIST", self.clones / "minRF/data/MNIST", dirs_exist_ok=True)
+        for kind, shape in (("features", (1, 4, 32, 32)), ("labels", (1,))):
+            folder = self.data / f"features/imagenet256_{kind}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for i in range(4 * ROWS):
+                np.save(folder / f"{i}.npy", np.ones(shape, dtype=np.float32 if len(shape) > 1 else np.int64))
+        stories = self.clones / "llama2.c/data/tok4096"
+        stories.mkdir(parents=True, exist_ok=True)
+        for name in ("data00", "data01"):
+            (np.arange(1_000_000) % 4096).astype(np.uint16).tofile(stories / f"{name}.bin")
+        sudoku = self.data / "sudoku/train"
+        sudoku.mkdir(parents=True, exist_ok=True)
+        about = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": 11, "seq_len": 81,
+                 "num_puzzle_identifiers": 1, "total_groups": 8 * ROWS, "mean_puzzle_examples": 1, "sets": ["all"],
+                 "total_puzzles": 8 * ROWS}  # fmt: skip
+        order = np.arange(8 * ROWS + 1, dtype=np.int32)
+        grids = np.ones((8 * ROWS, 81), dtype=np.uint8)
+        arrays = {"inputs": grids, "labels": grids, "puzzle_identifiers": 0 * order[:-1], "puzzle_indices": order,
+                  "group_indices": order}  # fmt: skip
+        (sudoku / "dataset.json").write_text(json.dumps(about))
+        for name, array in arrays.items():
+            np.save(sudoku / f"all__{name}.npy", array)
+        shutil.copytree(sudoku, sudoku.parent / "test", dirs_exist_ok=True)
+        asked = [{"id": str(i), "image": f"{i}.png", "system_prompt": "", "conversations": [
+            {"from": "human", "value": "<image>\n" + self.paragraph(i)[:80]},
+            {"from": "gpt", "value": self.paragraph(i + 1)[:200]}]} for i in range(ROWS // 4)]  # fmt: skip
+        (self.data / "asked.json").write_text(json.dumps(4 * asked))
+        (self.data / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+        p, numbers = self.paragraph, range(2 * ROWS)
+        triplets = [{"anchor": p(i)[:100], "positive": p(i + 1)[:100], "negative": p(i + 2)[:100]}
+                    for i in range(100 * ROWS)]  # fmt: skip
+        scored = [{"sentence1": p(i)[:100], "sentence2": p(i + 1)[:100], "score": 0.5} for i in numbers]
+        for name, rows in (("triplets", triplets), ("scored", scored)):
+            (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        template = json.loads((self.clones / "picotron/template/base_config.json").read_text())
+        template["distributed"]["dp_size"] = 8
+        (self.data / "picotron.json").write_text(json.dumps(template))
+        flowers = self.data / "instance"
+        flowers.mkdir(exist_ok=True)
+        Picture.new("RGB", (512, 512)).save(flowers / "0.png")
+        self.flux()
+
+    def flux(self) -> None:
+        """FLUX.1 and Stable Diffusion 3, of few layers."""
+        from diffusers import (
+            AutoencoderKL,
+            FlowMatchEulerDiscreteScheduler,
+            FluxTransformer2DModel,
+            SD3Transformer2DModel,
+        )  # fmt: skip
+        from transformers import CLIPTextConfig, T5Config
+
+        width = [128, 256, 512, 512]
+        with torch.device("meta"):
+            flux = FluxTransformer2DModel(num_layers=FEW, num_single_layers=FEW, guidance_embeds=True)
+            sd3 = SD3Transformer2DModel(
+                sample_size=128, patch_size=2, in_channels=16, num_layers=FEW, attention_head_dim=64,
+                num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536,
+                pooled_projection_dim=2048, out_channels=16, pos_embed_max_size=192,
+            )  # fmt: skip
+            decoder = AutoencoderKL(
+                down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+                block_out_channels=width, layers_per_block=2, latent_channels=16, sample_size=1024,
+                scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
+            )  # fmt: skip
+        clip = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 49408}
+        large = {**clip, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20,
+                 "num_hidden_layers": 32, "projection_dim": 1280}  # fmt: skip
+        projected = "CLIPTextModelWithProjection"
+        t5 = T5Config(vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=FEW, num_heads=64,
+                      feed_forward_proj="gated-gelu", architectures=["T5EncoderModel"])  # fmt: skip
+        encoders = {
+            "FluxPipeline": {"": CLIPTextConfig(**clip, architectures=["CLIPTextModel"]), "_2": t5},
+            "StableDiffusion3Pipeline": {
+                "": CLIPTextConfig(**clip, projection_dim=768, architectures=[projected]),
+                "_2": CLIPTextConfig(**large, architectures=[projected]), "_3": t5,
+            },
+        }  # fmt: skip
+        named = (("FluxPipeline", "flux", flux), ("StableDiffusion3Pipeline", "sd3", sd3))
+        for pipeline, name, transformer in named:
+            folder = self.data / name
+            parts = {"transformer": ["diffusers", type(transformer).__name__], "vae": ["diffusers", "AutoencoderKL"],
+                     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}  # fmt: skip
+            for model, place in ((transformer, "transformer"), (decoder, "vae")):
+                model.save_config(folder / place)
+                without_values(model.state_dict(), folder / place / "diffusion_pytorch_model.safetensors")
+            FlowMatchEulerDiscreteScheduler(shift=3.0).save_config(folder / "scheduler")
+            for number, config in encoders[pipeline].items():
+                config.save_pretrained(folder / f"text_encoder{number}")
+                is_t5 = config.model_type == "t5"
+                words = folder / f"tokenizer{number}"
+                self._t5_tokenizer(words) if is_t5 else self._clip_tokenizer(words)
+                parts[f"text_encoder{number}"] = ["transformers", config.architectures[0]]
+                parts[f"tokenizer{number}"] = ["transformers", "T5TokenizerFast" if is_t5 else "CLIPTokenizer"]
+            (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline, **parts}))
+
+    def _t5_tokenizer(self, folder: Path) -> None:
+        from transformers import T5TokenizerFast
+
+        words = ["<pad>", "</s>", "<unk>", *(chr(9601) + chr(n) for n in range(33, 383)), *map(chr, range(33, 127))]
+        vocabulary = [(word, -float(number)) for number, word in enumerate(words)]
+        T5TokenizerFast(vocab=vocabulary, extra_ids=0).save_pretrained(folder)
 
     def _clip_tokenizer(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

@@ -115,10 +115,11 @@ def command(words: Sequence[str]) -> Command:
 
 
 def _script(target: str, arguments: Sequence[str], **launched: object) -> Command:
-    if os.path.isdir(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
-        raise SpecError(f"{target} is a folder without __main__.py; give the path of the script")
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    program = None if os.path.exists(target) or os.sep in target else shutil.which(target, path=path)
+    is_file = os.path.exists(target) and not (target in COMMANDS and os.path.isdir(target))  # as in a library's clone
+    program = None if is_file or os.sep in target else shutil.which(target, path=path)
+    if not program and os.path.isdir(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
+        raise SpecError(f"{target} is a folder without __main__.py; give the path of the script")
     if target == "unsloth":
         raise UNSLOTH
     if not program and target in COMMANDS:
@@ -130,7 +131,7 @@ def _script(target: str, arguments: Sequence[str], **launched: object) -> Comman
     if not os.path.exists(program or target) or not _is_python(program or target):
         raise SpecError(f"{target} is not Python code; give the script that it starts, with its arguments, and "
                         "--world-size for several ranks")  # fmt: skip
-    tool = not os.path.isdir(target) and not os.path.splitext(program or target)[1]
+    tool = not os.path.isdir(program or target) and not os.path.splitext(program or target)[1]
     return Command(program or target, tuple(arguments), tool=tool, **launched)  # type: ignore[arg-type]
 
 

@@ -13,13 +13,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ..base.errors import NotAvailable, SpecError
+from ..base.errors import LabWarning, NotAvailable, SpecError
 from ..simulation.patching.imports import on_import
 from ..specs import hub_cache
+from ..specs.generic import architecture
 from ..specs.model import model as find_model
 from ..specs.model import models
 from .missing import GIVE
@@ -27,7 +30,11 @@ from .missing import GIVE
 REVISION = "0" * 40
 # The former names of these models on the hub, and their current ones.
 MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+# Families from before half precision, whose configs on the Hub name no dtype.
+IN_FLOAT32 = ("albert", "bart", "bert", "distilbert", "gpt2", "roberta", "t5", "xlm-roberta")
 FEW_TOKENS = 256  # a tokenizer with fewer cannot encode every byte, so it has only special tokens
+NOT_CHANGED = "llmlab run does not change the Hub"
+UPLOADS = ("create_repo", "create_branch", "create_commit", "upload_file", "upload_folder")  # of huggingface_hub
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -59,6 +66,9 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     known = {name: find_model(name).config for name in models()}
     known |= {alias: known[name] for name, alias in MOVED.items() if name in known}
     known |= {name: dict(config) for name, config in configs.items()}
+    for config in known.values():  # scripts find the class by it
+        if (made := architecture(config["model_type"])) is not None:
+            config.setdefault("architectures", [made])
     with tempfile.TemporaryDirectory(prefix="llmlab-hub-") as folder, ExitStack() as stack:
         _fill(Path(folder), known, set(configs))
         settings = {"HF_HUB_CACHE": folder, "HF_HUB_OFFLINE": "1"}
@@ -73,6 +83,8 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
             "transformers.modeling_utils": lambda: stack.enter_context(_weights_made(Path(folder))),
             "transformers.tokenization_utils_base": lambda: stack.enter_context(_tokenizers_with_files()),
             "kernels": lambda: stack.enter_context(_no_kernels()),
+            "huggingface_hub.hf_api": lambda: stack.enter_context(_no_uploads()),
+            "trackio": lambda: stack.enter_context(_no_space()),
         }
         stack.enter_context(on_import(hooks))
         yield
@@ -121,11 +133,29 @@ def _weights_made(cache: Path) -> Iterator[None]:
         folder = _snapshot(cache, str(name), kwargs.get("subfolder") or "")
         if folder is not None and folder not in made and not _has_weights(folder):
             made.add(folder)
+            _check_dtype(str(name), folder, kwargs)
             _save(cls, folder, kwargs.get("config"))
         return real(cls, name, *args, **kwargs)
 
     with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield
+
+
+def _check_dtype(name: str, folder: Path, asked: Mapping[str, Any]) -> None:
+    """Warn that weights are loaded in float32 because neither the script nor the config names a dtype. The config of a
+    preset never does, and most models of the Hub are in bfloat16."""
+    from transformers import __version__
+
+    usual = "auto" if int(__version__.partition(".")[0]) >= 5 else "float32"  # of from_pretrained
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    if (asked.get("dtype") or asked.get("torch_dtype") or usual) != "auto" or "quantization_config" in config:
+        return
+    if config.get("model_type") not in IN_FLOAT32 and not (config.get("dtype") or config.get("torch_dtype")):
+        warnings.warn(
+            f"{name}: its config names no dtype, so its weights are loaded in float32. If those of the Hub are in "
+            "bfloat16, give dtype=torch.bfloat16 in the script, or the Hub's config.json with --config",
+            LabWarning, stacklevel=2,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -156,7 +186,49 @@ def _no_kernels() -> Iterator[None]:
         why = "kernels from the Hub are compiled for a GPU; use PyTorch's own operators in the script"
         raise NotAvailable(f"kernels.get_kernel({name!r}): {why}")
 
+    if not hasattr(kernels, "get_kernel"):  # a file of the script's own, kernels.py
+        yield
+        return
     with mock.patch.object(kernels, "get_kernel", get_kernel):
+        yield
+
+
+@contextmanager
+def _no_uploads() -> Iterator[None]:
+    """Let a script create and fill repositories of the Hub, without uploading anything; a warning says so."""
+    from concurrent.futures import Future
+
+    from huggingface_hub import hf_api
+
+    def upload(api: Any, repo_id: str, *args: Any, run_as_future: bool = False, **kwargs: Any) -> Any:
+        warnings.warn(f"nothing was uploaded to {repo_id}: {NOT_CHANGED}", LabWarning, stacklevel=2)
+        url = hf_api.RepoUrl(f"https://huggingface.co/{repo_id if '/' in repo_id else f'you/{repo_id}'}")
+        if not run_as_future:
+            return url
+        done: Future = Future()
+        done.set_result(url)
+        return done
+
+    with ExitStack() as stack:
+        for name in UPLOADS:
+            stack.enter_context(mock.patch.object(hf_api.HfApi, name, upload))
+            stack.enter_context(mock.patch.object(hf_api, name, getattr(hf_api.api, name)))
+        yield
+
+
+@contextmanager
+def _no_space() -> Iterator[None]:
+    """Let trackio keep its log here, although the script names a Space of the Hub for it; a warning says so."""
+    trackio: Any = import_module("trackio")
+    real = trackio.init
+
+    def init(*args: Any, space_id: str | None = None, **kwargs: Any) -> Any:
+        if space_id is not None:
+            said = f"trackio's space_id={space_id!r} was not carried out: {NOT_CHANGED}"
+            warnings.warn(said, LabWarning, stacklevel=2)
+        return real(*args, **kwargs)
+
+    with mock.patch.object(trackio, "init", init):
         yield
 
 
@@ -176,12 +248,15 @@ def _save(cls: Any, folder: Path, config: Any) -> None:
     """Save the weights of a model of class `cls` with this config, without values, into `folder`. Write nothing else,
     because the other files are the user's, or links to them."""
     import torch
+    from transformers import modeling_utils
 
-    config = cls.config_class.from_pretrained(folder) if config is None else config
+    config = cls.config_class.from_pretrained(folder) if config is None else deepcopy(config)  # saving changes it
     with _silent():
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        with tempfile.TemporaryDirectory() as own:
+        # Under ZeRO-3, models within the model would be created in parts, one for each rank.
+        whole = mock.patch.object(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
+        with tempfile.TemporaryDirectory() as own, whole:
             cls(config).to(dtype).save_pretrained(own, max_shard_size="1000TB")
             os.replace(os.path.join(own, WEIGHTS_FILE), folder / WEIGHTS_FILE)  # in memory
 

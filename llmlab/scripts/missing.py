@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from ..base.errors import NotAvailable
 
@@ -22,6 +24,8 @@ SAID_OF_HUB = (
     "Can't load tokenizer for", "Couldn't instantiate the backend tokenizer", "Couldn't find cache for",
     "Couldn't find a module script", "on the Hub (",
 )  # fmt: skip
+LAZY = "Could not import module"  # transformers, about any error in a module of its own
+ASKED = ("repo_id", "path_or_repo_id")  # the variables of these libraries that hold the name
 NETWORK_LIBRARIES = ("socket", "urllib", "requests", "urllib3", "httpx", "httpcore", "aiohttp", "ssl")
 NETWORK = (
     "gaierror", "URLError", "ConnectionError", "ConnectError", "ConnectTimeout", "ConnectTimeoutError", "MaxRetryError",
@@ -49,14 +53,37 @@ UNSLOTH = NotAvailable(
     "model with transformers and peft in the script, or ask lab.estimate, which describes quantized weights with "
     "double_quant=True and half_layers='all'"
 )
+VLLM = NotAvailable(
+    "vLLM generates with kernels that are compiled for the GPU, which are not simulated. Let the script generate with "
+    "the model itself (use_vllm=False in TRL's configs); a colocated vLLM takes its share of the GPU's memory, "
+    "gpu_memory_utilization, on top of what this simulation shows"
+)
+# Packages whose kernels are compiled for a GPU, and what to use instead.
+ATTENTION = "torch.nn.functional.scaled_dot_product_attention, which takes as much memory"
+OPTIMIZERS, LAYERS = "an optimizer of torch.optim", "the layer written with PyTorch's operators"
+COMPILED = {
+    "adam_atan2": OPTIMIZERS, "apex": OPTIMIZERS, "flash_attn": ATTENTION, "flash_attn_interface": ATTENTION,
+    "xformers": ATTENTION, "causal_conv1d": LAYERS, "mamba_ssm": LAYERS, "transformer_engine": LAYERS,
+}  # fmt: skip
+NO_FOLDER = re.compile(r"Repo id must .*?: '([^']+)'")  # of huggingface_hub, about a path
 
 
 def refused(error: BaseException) -> NotAvailable | None:
     """Return the NotAvailable for an error that is caused by a missing resource; None for any other error."""
+    while isinstance(error, ImportError) and str(error).startswith(LAZY) and error.__cause__ is not None:
+        error = error.__cause__
     errors = list(chain(error))
     said = " ".join(str(error).split())
+    if path := next((found[1] for each in errors if (found := NO_FOLDER.search(str(each)))), None):
+        return NotAvailable(f"{path} is not a folder here; create it with the model's config.json and the files of its "
+                            f"tokenizer, which are enough, or give another path{script_line(error)}")  # fmt: skip
     if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
-        return NotAvailable(f"{said}; {GIVE}{script_line(error)}")
+        name = next((name for name in _locals(errors, *ASKED) if isinstance(name, str)), "")
+        named = "" if name in said else f"{name}: "
+        return NotAvailable(f"{named}{said}; {GIVE}{script_line(error)}")
+    if any(type(each).__name__ == "LocalTokenNotFoundError" for each in errors):
+        return NotAvailable(f"{said}; llmlab run uses no account of the Hub. Leave out what needs one"
+                            f"{script_line(error)}")  # fmt: skip
     if any(_is_network(each) for each in errors):
         asked = _address(errors) or said
         file = asked.partition("?")[0].lower()
@@ -65,6 +92,12 @@ def refused(error: BaseException) -> NotAvailable | None:
     imports = [each for each in errors if isinstance(each, ImportError)]
     if any(str(each.name).partition(".")[0] == "unsloth" for each in imports):
         return UNSLOTH
+    if any(re.search(r"\bvllm\b", f"{each.name} {each}", re.IGNORECASE) for each in imports):
+        return NotAvailable(f"{VLLM}{script_line(error)}")
+    words = {word for each in imports for word in re.findall(r"\w+", f"{each.name} {each}")}
+    if compiled := next((name for name in COMPILED if name in words), None):
+        why = "its kernels are compiled for a GPU and not simulated, so do not install it"
+        return NotAvailable(f"{said.rstrip('.')}: {why}; let the script use {COMPILED[compiled]}{script_line(error)}")
     if any(isinstance(each, ModuleNotFoundError) or "install" in str(each) for each in imports):
         return NotAvailable(f"{said.rstrip('.')}: install that package beside llmlab, or leave it out of the "
                             f"script{script_line(error)}")  # fmt: skip
@@ -85,11 +118,19 @@ def _is_network(error: BaseException) -> bool:
     return getattr(error, "errno", None) in NO_ANSWER or any(words in str(error) for words in SAID_OF_NETWORK)
 
 
+def _frames(errors: list[BaseException]) -> list[FrameType]:
+    return [frame for error in errors for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _locals(errors: list[BaseException], *names: str) -> Iterator[Any]:
+    """Yield the variables of these names in the traceback."""
+    return (frame.f_locals[name] for frame in _frames(errors) for name in names if name in frame.f_locals)
+
+
 def _address(errors: list[BaseException]) -> str | None:
     """Return the requested URL, else the host, from the variables in the traceback, the innermost frame first."""
-    frames = [frame for error in errors for frame, _ in traceback.walk_tb(error.__traceback__)]
-    texts = (value for frame in reversed(frames) for value in frame.f_locals.values() if isinstance(value, str))
-    hosts = (frame.f_locals["host"] for frame in frames if isinstance(frame.f_locals.get("host"), str))
+    texts = (each for frame in reversed(_frames(errors)) for each in frame.f_locals.values() if isinstance(each, str))
+    hosts = (host for host in _locals(errors, "host") if isinstance(host, str))
     return next(filter(URL.fullmatch, texts), None) or next(hosts, None)
 
 

@@ -68,7 +68,7 @@ def run_script(
             # Errors after the last step are ignored: a script may have turned its end into an error.
             if not watch.is_done and not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 if not is_out_of_memory(error) and not (isinstance(error, SystemExit) and watch.sim.out_of_memory):
-                    raise _verdict(script, error) from None
+                    raise _verdict(script, error, watch.refused) from None
                 watch.ended = RAN_OUT_OF_MEMORY  # even if the script, or its runner, caught the error
         watch.elsewhere = processes.taken
         on_end(watch)
@@ -98,14 +98,19 @@ def _execute(script: Command) -> None:
             runpy.run_path(script.target, run_name="__main__")
 
 
-def _verdict(script: Command, error: BaseException) -> NotAvailable | ScriptFailed:
-    """Return the exception to raise for the error that ended the script.
+def _verdict(script: Command, error: BaseException, refused: str | None) -> NotAvailable | ScriptFailed:
+    """Return the exception to raise for the error that ended the script; `refused` is an error of the simulation that
+    the script caught before.
 
     Libraries such as Hydra show an error and call sys.exit(1), so the error that they caught is used.
     """
     caught = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(caught, Exception) and not isinstance(caught, ArgumentError):  # argparse has printed its message
-        return _said(caught) or _failure(caught)
+        if (said := _said(caught)) is None and refused:
+            last = f"{type(caught).__name__}: {' '.join(str(caught).split())}"
+            went_on = "The script went on after this, and failed with"
+            return NotAvailable(f"{refused}. {went_on} {last}{script_line(caught)}")
+        return said or _failure(caught)
     assert isinstance(error, SystemExit)
     return ScriptFailed(f"{script.target} called sys.exit({error.code!r})")
 

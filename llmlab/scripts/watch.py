@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -127,15 +128,22 @@ class Watch:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Record each NotAvailable for a line of the user's code, because the script may catch it."""
-        real = NotAvailable.__init__
+        """Record each NotAvailable for a line of the user's code, and each error of the simulation in a second thread,
+        because the script may catch it."""
+        owner = threading.get_ident()
 
-        def noting(error: NotAvailable, *args: Any) -> None:
-            real(error, *args)
-            if ", line " in str(error):
-                self.refused = str(error)
+        def noting(real: Callable[..., None]) -> Callable[..., None]:
+            def init(error: Exception, *args: Any) -> None:
+                real(error, *args)
+                is_refused = isinstance(error, NotAvailable) and ", line " in str(error)
+                if is_refused or threading.get_ident() != owner:
+                    self.refused = str(error)
 
-        with mock.patch.object(NotAvailable, "__init__", noting):
+            return init
+
+        with ExitStack() as stack:
+            for kind in (NotAvailable, SpecError):
+                stack.enter_context(mock.patch.object(kind, "__init__", noting(kind.__init__)))
             yield
 
     def _passed(self, real: Callable[..., None]) -> Callable[..., None]:

@@ -43,10 +43,12 @@ class WrittenFiles:
         self.removed: set[str] = set()
         caches = [os.environ[name] for name in CACHES if os.environ.get(name)]
         places = [*caches, os.path.expanduser("~/.cache"), "/dev", "/proc", "/sys", self.folder]
-        temporary = os.path.abspath(tempfile.gettempdir())
-        if not os.getcwd().startswith(temporary):  # else the script's own files are in it
-            places.append(temporary)
         self._left_alone = tuple(os.path.abspath(place) for place in places)
+        self._temporary = os.path.abspath(tempfile.gettempdir())
+        self._in_temporary: str | None = None  # the part of it that has the script's own files
+        if _is_in(os.getcwd(), self._temporary):
+            first = os.path.relpath(os.getcwd(), self._temporary).split(os.sep)[0]
+            self._in_temporary = os.path.normpath(os.path.join(self._temporary, first))
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -92,15 +94,18 @@ class WrittenFiles:
         if isinstance(path, int) or dir_fd is not None:
             return None
         name = os.path.abspath(os.fsdecode(path))
-        alone = any(name == place or name.startswith(place + os.sep) for place in self._left_alone)
-        return None if alone else name
+        if any(_is_in(name, place) for place in self._left_alone):
+            return None
+        if _is_in(name, self._temporary) and not (self._in_temporary and _is_in(name, self._in_temporary)):
+            return None
+        return name
 
     def _written(self, path: str) -> str:
         return self.folder + path
 
     def _is_there(self, path: str) -> bool:
         """Whether `path` existed before the run and was not removed in it."""
-        gone = any(path == each or path.startswith(each + os.sep) for each in self.removed)
+        gone = any(_is_in(path, each) for each in self.removed)
         return not gone and _exists(path)
 
     def _seen(self, path: str) -> str:
@@ -274,6 +279,10 @@ class WrittenFiles:
             real(source, target if name is None else self._to_write(name, keep=False), *args, **kwargs)
 
         return link
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
 
 
 def _exists(path: str) -> bool:

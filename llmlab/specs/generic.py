@@ -28,7 +28,7 @@ WIDTH = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_
 
 @cache
 def families() -> Mapping[str, Mapping[str, Any]]:
-    """Return what is known of each model_type: class, names, sizes, nested."""
+    """Return what is known of each model_type: classes, names, sizes, nested."""
     return _table()["families"]
 
 
@@ -46,6 +46,15 @@ def _table() -> dict[str, Any]:
 def auto_class(family: str) -> str | None:
     """Return the name of the auto class that makes a language model of `family`, "AutoModelForCausalLM" say."""
     return families().get(family, {}).get("class")
+
+
+def architecture(family: str) -> str | None:
+    """Return the name of transformers' class that makes a language model of `family`.
+
+    >>> architecture("gpt2")
+    'GPT2LMHeadModel'
+    """
+    return families().get(family, {}).get("architecture")
 
 
 def is_rotary(family: str) -> bool:

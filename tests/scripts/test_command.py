@@ -100,6 +100,17 @@ def test_accelerate_has_several_names(here, words):
     assert (found.target, found.gpus_per_node) == ("train.py", 2)
 
 
+def test_a_library_s_command_is_found_in_the_library_s_own_clone(here, monkeypatch):
+    """Where a folder has the name of the command."""
+    (here / "swift").mkdir()
+    (here / "bin").mkdir()
+    (here / "bin" / "swift").write_text("#!/usr/bin/env python\n")
+    (here / "bin" / "swift").chmod(0o755)
+    monkeypatch.setenv("PATH", str(here / "bin"))
+    found = command(["swift", "sft", "--model", "m"])
+    assert found.tool and found.target == str(here / "bin" / "swift") and found.arguments == ("sft", "--model", "m")
+
+
 def test_the_old_launcher_of_torch_gives_its_local_rank_as_an_argument(here):
     words = ["python", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
     assert command([*words, "train.py"]).arguments == ("--local-rank=0",)

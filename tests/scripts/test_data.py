@@ -1,6 +1,7 @@
 """Data sets and metrics that scripts load by name."""
 
 import json
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -44,6 +45,16 @@ def test_a_data_set_that_is_nowhere_is_refused_with_the_option(home):
     pytest.importorskip("datasets")
     result = run(home, "from datasets import load_dataset\nload_dataset('nobody/rows')")
     assert result.exit_code == 2 and "--data NAME=rows.jsonl" in result.stderr and "train.py, line 2)" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["datasets", "evaluate", "kernels"])
+def test_a_script_may_have_a_file_with_the_name_of_a_library(home, monkeypatch, name):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    (home / f"{name}.py").write_text("OWN = 'its own'")
+    result = run(home, f"import {name}\nprint({name}.OWN)")
+    sys.modules.pop(name, None)
+    assert result.exit_code == 0, result.stderr
+    assert "its own" in result.stdout
 
 
 def test_a_metric_that_is_not_here_has_scores(home):

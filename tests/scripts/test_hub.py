@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -58,6 +59,65 @@ def test_a_config_of_the_user_s_stands_in_for_any_name(home):
     assert sorted(os.listdir(home)) == ["config.json", "load.py"]
 
 
+def test_a_script_finds_the_class_by_the_config(home):
+    """As TRL's trainers do for a model's name."""
+    (home / "find.py").write_text("""
+import transformers
+config = transformers.AutoConfig.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+print(getattr(transformers, config.architectures[0]).__name__)
+""")
+    result = run("find.py")
+    assert result.exit_code == 0, result.stderr
+    assert "LlamaForCausalLM" in result.stdout
+
+
+@pytest.mark.parametrize(("model", "options", "warned"), [
+    ("HuggingFaceTB/SmolLM2-135M", "", True), ("HuggingFaceTB/SmolLM2-135M", ", dtype=torch.bfloat16", False),
+    ("gpt2", "", False), ("me/mine", "", False),
+])  # fmt: skip
+def test_weights_in_float32_for_want_of_a_dtype_are_said(home, model, options, warned):
+    (home / "load.py").write_text(f"""
+import torch
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained("{model}"{options}).dtype)
+""")
+    result = run("--config", "me/mine=config.json", "load.py")
+    assert result.exit_code == 0, result.stderr
+    assert ("its config names no dtype" in result.stderr) == warned
+    if warned:
+        assert "torch.float32" in result.stdout
+
+
+def test_the_script_s_config_stays_as_it_was(home):
+    (home / "load.py").write_text("""
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", config=config)
+print("its dtype:", config.dtype)
+""")
+    assert "its dtype: None" in run("load.py").stdout
+
+
+def test_models_within_a_model_load_under_zero3(home):
+    pytest.importorskip("deepspeed")
+    looks = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+             "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = {"model_type": "llava", "text_config": TINY, "vision_config": {"model_type": "clip_vision_model", **looks}}
+    (home / "llava.json").write_text(json.dumps({**config, "architectures": ["LlavaForConditionalGeneration"]}))
+    (home / "zero3.py").write_text("""
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.integrations import HfDeepSpeedConfig
+zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+torch.distributed.init_process_group()
+model = AutoModelForImageTextToText.from_pretrained("me/mine")
+print({p.ds_numel > 0 and p.numel() == 0 for p in model.parameters()})
+""")
+    result = run("--config", "me/mine=llava.json", "--world-size", "2", "zero3.py")
+    assert result.exit_code == 0, result.stderr
+    assert "{True}" in result.stdout
+
+
 def test_experts_load_too(home):
     several = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
     experts = TINY | {"model_type": "mixtral"} | several
@@ -96,6 +156,29 @@ def test_a_name_that_is_nowhere_is_refused_with_what_to_give(home):
     result = run("load.py", "nobody/nothing")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
     assert "downloads nothing" in result.stderr and "--config NAME=config.json" in result.stderr
+
+
+def test_nothing_is_uploaded(home):
+    """As transformers' Trainer does with push_to_hub=True."""
+    (home / "push.py").write_text("""
+from huggingface_hub import HfApi
+url = HfApi().create_repo("mine", exist_ok=True)
+job = HfApi().upload_folder(repo_id=url.repo_id, folder_path=".", commit_message="", run_as_future=True)
+print("pushed", url.repo_id, job.result().repo_name)
+""")
+    result = run("push.py")
+    assert result.exit_code == 0, result.stderr
+    assert "pushed you/mine mine" in result.stdout and "nothing was uploaded to mine" in result.stderr
+
+
+def test_a_log_that_would_go_to_a_space_stays_here(home, monkeypatch):
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    (home / "trackio.py").write_text("def init(project, space_id=None): print('logs', project, space_id)")
+    (home / "log.py").write_text("import trackio\ntrackio.init('mine', space_id='me/space')")
+    result = run("log.py")
+    sys.modules.pop("trackio", None)
+    assert result.exit_code == 0, result.stderr
+    assert "logs mine None" in result.stdout and "space_id='me/space' was not carried out" in result.stderr
 
 
 def test_a_tokenizer_without_its_files_is_refused(home):

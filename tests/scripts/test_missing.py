@@ -56,6 +56,59 @@ def test_unsloth_is_refused_by_name_and_can_be_optional(tmp_path, monkeypatch, b
     assert result.exit_code == 2 and "unsloth replaces PyTorch's operators" in result.stderr
 
 
+@pytest.mark.parametrize("body", [
+    "from vllm import LLM",
+    "raise ImportError('vLLM is not available and `use_vllm` is set to True. Please install vLLM to use it.')",  # TRL's
+])  # fmt: skip
+def test_vllm_is_refused_by_name(tmp_path, monkeypatch, body):
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "use_vllm=False" in result.stderr and "train.py, line 1)" in result.stderr
+
+
+@pytest.mark.parametrize(("body", "instead"), [
+    ("from flash_attn.layers.rotary import apply_rotary_emb", "scaled_dot_product_attention"),
+    ("raise ImportError('the package flash_attn seems to be not installed')", "scaled_dot_product_attention"),
+    ("import adam_atan2", "torch.optim"), ("import mamba_ssm", "PyTorch's operators"),
+])  # fmt: skip
+def test_packages_that_are_compiled_for_a_gpu_are_not_to_be_installed(tmp_path, monkeypatch, body, instead):
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "do not install it" in result.stderr and instead in result.stderr
+    assert "install that package" not in result.stderr
+
+
+def test_the_error_behind_a_lazy_import_counts(tmp_path, monkeypatch):
+    body = """
+try:
+    {}
+except Exception as error:
+    raise ModuleNotFoundError("Could not import module 'Trainer'. Are this object's requirements met?") from error
+"""
+    result = run(tmp_path, monkeypatch, "train.py", train=body.format("import nowhere_at_all"))
+    assert result.exit_code == 2 and "No module named 'nowhere_at_all': install that package" in result.stderr
+    result = run(tmp_path, monkeypatch, "train.py", train=body.format("1 / 0"))
+    assert "ZeroDivisionError" in result.stderr and "install that package" not in result.stderr
+
+
+def test_what_needs_an_account_of_the_hub_is_refused(tmp_path, monkeypatch):
+    body = "from huggingface_hub.errors import LocalTokenNotFoundError\nraise LocalTokenNotFoundError('log in')"
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "log in; llmlab run uses no account of the Hub" in result.stderr
+
+
+def test_what_is_not_in_the_cache_is_named_where_the_library_names_nothing(tmp_path, monkeypatch):
+    """As transformers does for code of the Hub that a config's auto_map asks for."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    body = "from huggingface_hub import snapshot_download\nsnapshot_download('nobody/nothing')"
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "nobody/nothing: Cannot find" in result.stderr
+
+
+def test_a_model_s_folder_that_is_not_here_is_named(tmp_path, monkeypatch):
+    body = "from transformers import AutoModel\nAutoModel.from_pretrained('/data2/Qwen/Qwen2.5-7B')"
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and "/data2/Qwen/Qwen2.5-7B is not a folder here" in result.stderr
+
+
 def test_the_innermost_address_counts():
     def download(url):
         fetch(urljoin(url, "labels.txt"))

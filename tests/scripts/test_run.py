@@ -269,6 +269,19 @@ def test_a_refusal_that_the_script_caught_is_told(script):
     assert result.exit_code == 2 and json.loads(result.stdout)["outcome"] == "unknown"  # nothing was trained
 
 
+@pytest.mark.parametrize("caught", [
+    "import os\ntry:\n    torch.cuda.CUDAGraph()\nexcept RuntimeError:\n    pass\n",
+    "import threading\ndef wait():\n    try: torch.cuda.synchronize()\n    except ValueError: pass\n"
+    "thread = threading.Thread(target=wait)\nthread.start()\nthread.join()\n",
+])  # fmt: skip
+def test_a_failure_after_a_caught_error_of_the_simulation_is_explained_by_it(script, caught):
+    """As in transformers' continuous batching, whose thread fails and leaves no completions."""
+    result = run("--gpu", "T4", script(f"{caught}[][-1]"))
+    assert result.exit_code == 2 and "failed with an error of its own" not in result.stderr
+    assert ("CUDA graphs" in result.stderr) or ("in a second thread" in result.stderr)
+    assert "failed with IndexError: list index out of range" in result.stderr
+
+
 def test_what_comes_after_the_last_step_is_no_longer_the_run_s(script):
     body = "try:\n    while True: step()\nfinally: 1 / 0"
     assert answer("--gpu", "A100-40GB", "--steps", 1, script(body))["steps"] == 1

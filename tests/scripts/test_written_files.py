@@ -3,6 +3,8 @@
 # ruff: noqa: SIM115 - open() itself is what is tested
 import os
 import shutil
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,16 @@ def test_a_tokenizer_that_is_saved_is_found_although_compiled_code_writes_it(hom
         again = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
         assert again("b a b")["input_ids"] == [1, 0, 1]
     assert state(home) == before
+
+
+def test_a_socket_can_be_made_in_the_temporary_folder_by_a_script_in_it(home, kept):
+    """As multiprocessing's managers do, and with them datasets' map(num_proc=)."""
+    with WrittenFiles(str(kept)).patched():
+        folder = tempfile.mkdtemp()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.join(folder, "listener"))
+        shutil.rmtree(folder)
+    assert not kept.exists()
 
 
 def test_errors_are_those_of_the_system(home, kept):

@@ -15,3 +15,11 @@ def test_bf16_is_supported_by_emulation_before_ampere(gpu, native):
     with lab.simulator(gpu):
         assert torch.cuda.is_bf16_supported()
         assert torch.cuda.is_bf16_supported(including_emulation=False) is native
+
+
+def test_the_module_of_the_device_is_that_of_the_gpu():
+    """torch.get_device_module without a device gives the module of the machine's accelerator, here torch.cuda."""
+    with lab.simulator("T4"):
+        assert torch.get_device_module() is torch.get_device_module("cuda:0") is torch.cuda
+        assert torch.get_device_module("cpu") is torch.cpu
+    assert torch.get_device_module() is not torch.cuda

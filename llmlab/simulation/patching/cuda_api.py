@@ -94,6 +94,8 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.backends.cudnn, {"version": lambda: CUDNN_VERSION, "is_available": lambda: True})
         put(torch.cuda.profiler, {"start": nothing, "stop": nothing})
         put(torch.accelerator, _accelerator(memory))
+        of_device = torch.get_device_module
+        put(torch, {"get_device_module": lambda device=None: of_device("cuda" if device is None else device)})
         put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True,
                                   "preferred_linalg_library": nothing, "preferred_blas_library": _blas})  # fmt: skip
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
