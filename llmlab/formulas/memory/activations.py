@@ -219,10 +219,10 @@ def casts_again(run: Training) -> bool:
 
     torchao's layers are compiled. The partitioner saves a tensor that a backward matmul loads as it is, but in fp8 a
     cast comes between them, so it computes the tensor again from the norm's or the activation function's input
-    (torch/_functorch/partitioners.py, is_materialized_backwards). It does not repeat an all-gather, so inputs are
-    counted with tensor parallelism.
+    (torch/_functorch/partitioners.py, is_materialized_backwards). It does not repeat the all-gather of tensor
+    parallelism, and a checkpointed block stores none of these inputs anyway.
     """
-    return run.fp8 is not None and run.tp == 1
+    return run.fp8 is not None and run.tp == 1 and not run.checkpointing
 
 
 def _activation_bytes(share: Share) -> int:
