@@ -42,7 +42,7 @@ def block_saved(share: Share) -> list[Saved]:
     if run.lora is None:
         # Autocast casts the input of every linear layer again, so q, k and v each save a copy of the same tensor.
         copies = 3 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
-        copies = 0 if casts_again(run) else copies
+        copies = 0 if casts_again(share) else copies
         rows.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
     rows += _mlp(share)
     if run.lora:
@@ -194,7 +194,7 @@ def _qkv_width(share: Share, kernel: str) -> int:
 
 def _mlp(share: Share) -> list[Saved]:
     spec, T, c, trained = share.spec, share.tokens, share.linear_bytes, share.run.lora is None
-    again = casts_again(share.run)
+    again = casts_again(share)
     inputs = T * c * spec.hidden if trained and not again else 0
     if not spec.gated:
         width = _activation_bytes(share) + (c if trained and not again else 0)
@@ -208,21 +208,21 @@ def _mlp(share: Share) -> list[Saved]:
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
     # Each token is copied to its experts, and their outputs are saved for the router's gradient. The sum is averaged
     # over the layers, because the first ones can be dense.
-    e = 4 if share.autocast else c  # transformers runs the experts' grouped matmuls outside autocast
-    routed = e * (2 * spec.experts_per_token * spec.hidden + tensors * spec.token_mlp_width)
-    moe = T * (routed + c * (tensors - again) * spec.shared_experts * spec.moe_intermediate)
+    routed = share.expert_bytes * (2 * spec.experts_per_token * spec.hidden + tensors * spec.token_mlp_width)
+    moe = T * (routed + c * tensors * spec.shared_experts * spec.moe_intermediate)
     return [Saved("mlp", (moe * spec.moe_layers + dense * spec.dense_layers) // spec.layers)]
 
 
-def casts_again(run: Training) -> bool:
+def casts_again(share: Share) -> bool:
     """Whether the backward pass computes the inputs of fp8 matmuls again instead of loading them.
 
-    torchao's layers are compiled. The partitioner saves a tensor that a backward matmul loads as it is, but in fp8 a
-    cast comes between them, so it computes the tensor again from the norm's or the activation function's input
+    The compiler's partitioner saves a tensor that a backward matmul loads as it is. In torchao's fp8 layers a cast
+    comes between them, so it computes the tensor again from the norm's or the activation function's input
     (torch/_functorch/partitioners.py, is_materialized_backwards). It does not repeat the all-gather of tensor
     parallelism, and a checkpointed block stores none of these inputs anyway.
     """
-    return run.fp8 is not None and run.tp == 1 and not run.checkpointing
+    run = share.run
+    return run.fp8 is not None and share.blocks_compiled and run.tp == 1 and not run.checkpointing
 
 
 def _activation_bytes(share: Share) -> int:
