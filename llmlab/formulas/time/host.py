@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
 from ..again import share_again, whole_again
+from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.share import adapted, adapter_bytes, by_bitsandbytes, frozen_in_half
 from .efficiency import Efficiency
@@ -75,6 +76,8 @@ TRANSFORMERS_ENDS = {"rmsnorm": Operators(35, 16, 23, 14), "layernorm": Operator
 # Operators that a router with its experts adds to a block, by family, in the place of an MLP.
 EXPERTS = {"mixtral": Operators(19, 4, 24, 4)}
 OTHER_EXPERTS = Operators(16, 4, 16, 3)
+# Operators that DDP adds per gradient: copies into a bucket and back, and their views.
+BUCKETED = Operators(0, 1, 2, 1)
 # Operators that Gemma's norm adds, because it multiplies by 1 + weight in fp32, and a softcap.
 WIDE_NORM, SOFTCAP = Operators(2, 1, 1, 2), Operators(3, 0, 3, 0)
 # A block of transformers that generates a token in 16 bits with SDPA and a DynamicCache, which concatenates keys and
@@ -86,9 +89,7 @@ GENERATING_NORM = Operators(8, 0, 0, 0)  # an additional RMSNorm, for example of
 # which `dispatch` was derived: 0.7, the median of 16 rounds from 0.5 to 1.2 on a busy machine
 # (benchmarks/time/generation_host.py, torch 2.13, one thread of an EPYC, 2026-11-29).
 UNRECORDED = 0.7
-# Casts: in mixed precision those of weights, once; under autocast those of inputs and weights (forward, backward), and
-# recomputation repeats the forward ones.
-MIXED = {"rmsnorm": 18, "fused-norm": 18, "layernorm": 24}
+# Casts of autocast, of inputs and weights (forward, backward); recomputation repeats the forward ones.
 AUTOCAST = {"rmsnorm": (10, 16), "fused-norm": (14, 20), "layernorm": (12, 16)}
 # An additional norm, for example of queries; eager attention, which stores its scores; and the repetition of keys and
 # values for it. `_AGAIN`: operators that recomputation adds.
@@ -134,6 +135,7 @@ WRITTEN_CASTS = {"rmsnorm": (7, 7), "layernorm": (8, 4)}
 # (benchmarks/time/block_host.py, torch 2.13, 2026-11-26). For Qwen3-8B, guards and arguments took 2.2 us per parameter
 # (pytorch/pytorch, issue 191753).
 GUARDED, RETURNED, UPDATED = 0.4, 0.8, 0.9
+MASTER_CASTS = 2
 # With frozen weights, a block computes no gradients of weights, autocast does not cast these, and recomputation has
 # fewer views. These numbers are added to those above.
 FROZEN = {"rmsnorm": Operators(0, 0, -11, -32), "fused-norm": Operators(0, 0, -7, -30),
@@ -207,8 +209,6 @@ def _operators(
     if frozen:
         counts += [FROZEN[norm], *[FROZEN_CASTS] * (precision == "autocast")]
         counts += [FROZEN_AGAIN[norm]] * bool(checkpointing)
-    elif precision == "mixed":
-        counts.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
     casts, casts_back = AUTOCAST[norm] if precision == "autocast" else (0, 0)
     counts.append(Operators(casts, 0, casts_back, 0))
     if (stack, zero) in STAGES:
@@ -323,7 +323,9 @@ def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> flo
     """Return the CPU seconds of one device's update, tensor by tensor, and for Megatron-LM or DeepSpeed of everything
     else that a step does outside its passes."""
     tensors, own = trained(spec, run), UPDATES.get(stack_of(run).name)
-    count = own(spec, run, tensors) if own else UPDATED * tensors / run.pp
+    # With a master copy, a gradient is cast before its update, and the weight after it, if FSDP2 does not cast them.
+    casts = MASTER_CASTS if PRECISION[run.precision].master and not run.lora and not uses_fsdp(run) else 0
+    count = own(spec, run, tensors) if own else (UPDATED + casts) * tensors / run.pp
     return count * HERE * hook_spread(host)
 
 
@@ -351,6 +353,8 @@ def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
         graphs = run.accumulation / run.pp * compiled_kernels(spec, run) * COMPILED
         return graphs + hook_seconds(spec, run, host) + adding
     seconds = started(spec, run).seconds(host)
+    if run.dp > 1 and not run.zero and not stack_of(run).own_model:
+        adding += trained(spec, run) / run.pp * BUCKETED.seconds(host)
     if by_bitsandbytes(run):
         quantized = sum(linear.count for linear in spec.block_linears)
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom

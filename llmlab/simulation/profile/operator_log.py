@@ -20,7 +20,7 @@ from ...base.errors import NotAvailable
 from ...formulas.time.efficiency import Efficiency, efficiency
 from ...formulas.time.kernels import Kernels, kernels
 from ...formulas.time.operators import Timing, durations, grids, kernel_seconds, timing
-from ...formulas.time.step import Traced
+from ...formulas.time.step import FOREACH_ELEMENTS, Traced
 from ...hardware.gpu import GPU
 from ...recording.timing import ATTENTION_FLOPS
 from ...traces.kernels import Kernel
@@ -232,8 +232,6 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int,
 
 # cuda/Embedding.cu: a radix sort of the indices (cub), then segments and their sums.
 LAUNCHES = {"aten::embedding_dense_backward": 20, "aten::slice_backward": 2}
-# aten/src/ATen/native/cuda/MultiTensorApply.cuh: 320 blocks of 64 Ki elements per launch.
-FOREACH_ELEMENTS = 320 * 65536
 
 
 def _classify(
