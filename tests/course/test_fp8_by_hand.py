@@ -59,8 +59,11 @@ def test_the_peak_in_eager_and_in_compiled_code():
     eager = 14 * N + T * (L * (20 * h + 4 * kd + 8 * f) + 8 * h + 14 * V)
     compiled = 14 * N + T * (L * (12 * h + 4 * kd + 6 * f) + 4 * h + 6 * V)
     assert lab.estimate(MODEL, replace(JOB, compile=False), H100).peak_allocated == pytest.approx(eager, rel=0.005)
-    for fp8 in (None, "tensorwise", "rowwise"):
-        assert lab.estimate(MODEL, replace(JOB, fp8=fp8), H100).peak_allocated == pytest.approx(compiled, rel=0.005)
+    assert lab.estimate(MODEL, JOB, H100).peak_allocated == pytest.approx(compiled, rel=0.005)
+    again = T * L * (4 * h + 2 * f)  # outputs of norms, SiLU(gate) · up: in fp8 computed again for the casts
+    for fp8 in ("tensorwise", "rowwise"):
+        peak = lab.estimate(MODEL, replace(JOB, fp8=fp8), H100).peak_allocated
+        assert peak == pytest.approx(compiled - again, rel=0.005)
 
 
 @pytest.mark.parametrize(("recipe", "activation", "weight"), [("tensorwise", 6, 8), ("rowwise", 8, 10)])

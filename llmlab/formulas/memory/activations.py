@@ -42,6 +42,7 @@ def block_saved(share: Share) -> list[Saved]:
     if run.lora is None:
         # Autocast casts the input of every linear layer again, so q, k and v each save a copy of the same tensor.
         copies = 3 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
+        copies = 0 if casts_again(share) else copies
         rows.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
     rows += _mlp(share)
     if run.lora:
@@ -193,14 +194,15 @@ def _qkv_width(share: Share, kernel: str) -> int:
 
 def _mlp(share: Share) -> list[Saved]:
     spec, T, c, trained = share.spec, share.tokens, share.linear_bytes, share.run.lora is None
-    inputs = T * c * spec.hidden if trained else 0
+    again = casts_again(share)
+    inputs = T * c * spec.hidden if trained and not again else 0
     if not spec.gated:
-        width = _activation_bytes(share) + (c if trained else 0)
+        width = _activation_bytes(share) + (c if trained and not again else 0)
         return [Saved("linear inputs", inputs, "whole"), Saved("mlp", T * spec.intermediate * width)]
     # A gated MLP saves the activation function's input and its output (fused kernels compute the output again), the
     # other branch, and for down_proj's gradient the product of both.
     tensors = (4 if trained else 3) - share.fuses
-    dense = T * c * tensors * spec.intermediate
+    dense = T * c * (tensors - again) * spec.intermediate
     if not spec.experts:
         copies = 2 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
@@ -209,6 +211,18 @@ def _mlp(share: Share) -> list[Saved]:
     routed = share.expert_bytes * (2 * spec.experts_per_token * spec.hidden + tensors * spec.token_mlp_width)
     moe = T * (routed + c * tensors * spec.shared_experts * spec.moe_intermediate)
     return [Saved("mlp", (moe * spec.moe_layers + dense * spec.dense_layers) // spec.layers)]
+
+
+def casts_again(share: Share) -> bool:
+    """Whether the backward pass computes the inputs of fp8 matmuls again instead of loading them.
+
+    The compiler's partitioner saves a tensor that a backward matmul loads as it is. In torchao's fp8 layers a cast
+    comes between them, so it computes the tensor again from the norm's or the activation function's input
+    (torch/_functorch/partitioners.py, is_materialized_backwards). It does not repeat the all-gather of tensor
+    parallelism, and a checkpointed block stores none of these inputs anyway.
+    """
+    run = share.run
+    return run.fp8 is not None and share.blocks_compiled and run.tp == 1 and not run.checkpointing
 
 
 def _activation_bytes(share: Share) -> int:

@@ -1,9 +1,10 @@
 """fp8 training as torchao and Transformer Engine do it: which layers multiply in fp8, and what memory that takes.
 
 With torchao a converted layer casts its input, weight and the gradient of its output to fp8, with scales made anew each
-time, for all three products; the results are bf16. For backward it keeps what a bf16 layer keeps, and casts that again
-(torchao/float8/float8_linear.py, matmul_with_hp_or_float8_args). Converted are the linear layers of blocks, without the
-router and routed experts, as torchtitan's recipes have it: the head stays in bf16.
+time, for all three products; the results are bf16. Its autograd function saves the bf16 input and casts it again in the
+backward pass (torchao/float8/float8_linear.py, matmul_with_hp_or_float8_args). Compiled, the input is computed again,
+too (activations.py, casts_again). Converted are the linear layers of blocks, without the router and routed experts, as
+torchtitan's recipes have it: the head stays in bf16.
 
     tensorwise   one scale per tensor; FSDP2 gathers weights in fp8 (enable_fsdp_float8_all_gather)
     rowwise      one scale per row, of each operand along its own dimension; weights are gathered in bf16
