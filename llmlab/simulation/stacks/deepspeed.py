@@ -101,8 +101,8 @@ def build(
     initialize = symbol("deepspeed.initialize")
     with _quiet():
         if run.zero == 3:
-            # transformers loads a model like this under such a configuration: zero.Init shards the parameters. Otherwise
-            # the engine would move the whole model to the GPU first.
+            # transformers loads a model like this under such a configuration, and zero.Init shards it.
+            # Otherwise the engine would move the whole model to the GPU first.
             symbol("deepspeed.init_distributed")()
             symbol("deepspeed.zero.Init")(module=model, config_dict_or_path=settings)
         engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=settings)
