@@ -79,14 +79,14 @@ class StackOptions(Spec):
 
     def __new__(cls, *args: Any, **options: Any) -> StackOptions:
         for option in options:
-            if option not in (own := [f.name for f in fields(cls)]):
+            if option not in (names := [f.name for f in fields(cls)]):
                 if why := cls.unsupported_options.get(option):
                     raise SpecError(f"{cls.name}'s {option} is not supported here: {why}")
                 stacks = StackOptions.__subclasses__()
-                others = [one.name for one in stacks if option in {f.name for f in fields(one)}]
-                whose = f"it is an option of {' and '.join(others)}" if others else "no stack has it"
-                raise SpecError(f"{cls.name} has no option {option}: {whose}; {cls.name} has "
-                                f"{', '.join(own) or 'none'}")  # fmt: skip
+                owners = [stack.name for stack in stacks if option in {f.name for f in fields(stack)}]
+                hint = f"it is an option of {' and '.join(owners)}" if owners else "no stack has it"
+                raise SpecError(f"{cls.name} has no option {option}: {hint}; {cls.name} has "
+                                f"{', '.join(names) or 'none'}")  # fmt: skip
         return super().__new__(cls)
 
     @property
@@ -174,14 +174,15 @@ class StackOptions(Spec):
         stack: Any = type(self)
         self._check_choices(**_choices(stack))
 
-    def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError if an option contradicts the run's fields `given`."""
+    def check_run(self, values: Mapping[str, Any]) -> None:
+        """Raise SpecError if an option contradicts the run's fields `values`."""
 
     def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
         """Raise SpecError if the stack cannot train `spec`; `stages` are the numbers of layers per stage."""
 
-    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of Training's fields that the stack sets unless they were given; `given` are all fields."""
+    def sets(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of Training's fields that the stack sets unless they were given; `values` are all
+        fields."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,5 +202,5 @@ def _listed(hint: Any) -> tuple[Any, ...]:
     if hint is bool:
         return True, False
     if type(None) in get_args(hint):
-        return None, *(value for each in get_args(hint) if each is not type(None) for value in _listed(each))
+        return None, *(value for member in get_args(hint) if member is not type(None) for value in _listed(member))
     return get_args(hint) if all(isinstance(value, str) for value in get_args(hint)) else ()
