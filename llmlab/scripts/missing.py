@@ -18,7 +18,7 @@ NOT_ON_HUB = (
     "EntryNotFoundError",
 )  # fmt: skip
 # Messages of the libraries for errors without their own type.
-SAID_OF_HUB = (
+HUB_MESSAGES = (
     "Can't load tokenizer for", "Couldn't instantiate the backend tokenizer", "Couldn't find cache for",
     "Couldn't find a module script", "on the Hub (",
 )  # fmt: skip
@@ -30,7 +30,7 @@ NETWORK = (
 )  # fmt: skip
 NO_ANSWER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
 # Messages of libraries that drop the original error: torchvision's MNIST, torch.hub.
-SAID_OF_NETWORK = ("<urlopen error", "no internet connection")
+NETWORK_MESSAGES = ("<urlopen error", "no internet connection")
 URL = re.compile(r"(https?|ftp)://\S+")
 GIVE = (
     "llmlab run downloads nothing. Download it into Hugging Face's cache (`hf download NAME`; for a model config.json "
@@ -54,19 +54,19 @@ UNSLOTH = NotAvailable(
 def refused(error: BaseException) -> NotAvailable | None:
     """Return the NotAvailable for an error that is caused by a missing resource; None for any other error."""
     errors = list(chain(error))
-    said = " ".join(str(error).split())
-    if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
-        return NotAvailable(f"{said}; {GIVE}{script_line(error)}")
-    if any(_is_network(each) for each in errors):
-        asked = _address(errors) or said
-        file = asked.partition("?")[0].lower()
-        more = [f". {words}" for ends, words in INSTEAD.items() if file.endswith(ends)]
-        return NotAvailable(f"{asked}: {FETCH}{''.join(more)}{script_line(error)}")
-    imports = [each for each in errors if isinstance(each, ImportError)]
-    if any(str(each.name).partition(".")[0] == "unsloth" for each in imports):
+    message = " ".join(str(error).split())
+    if any(type(e).__name__ in NOT_ON_HUB or any(words in str(e) for words in HUB_MESSAGES) for e in errors):
+        return NotAvailable(f"{message}; {GIVE}{script_line(error)}")
+    if any(map(_is_network, errors)):
+        address = _address(errors) or message
+        file = address.partition("?")[0].lower()
+        advice = [f". {words}" for suffixes, words in INSTEAD.items() if file.endswith(suffixes)]
+        return NotAvailable(f"{address}: {FETCH}{''.join(advice)}{script_line(error)}")
+    imports = [e for e in errors if isinstance(e, ImportError)]
+    if any(str(e.name).partition(".")[0] == "unsloth" for e in imports):
         return UNSLOTH
-    if any(isinstance(each, ModuleNotFoundError) or "install" in str(each) for each in imports):
-        return NotAvailable(f"{said.rstrip('.')}: install that package beside llmlab, or leave it out of the "
+    if any(isinstance(e, ModuleNotFoundError) or "install" in str(e) for e in imports):
+        return NotAvailable(f"{message.rstrip('.')}: install that package beside llmlab, or leave it out of the "
                             f"script{script_line(error)}")  # fmt: skip
     return None
 
@@ -82,7 +82,7 @@ def _is_network(error: BaseException) -> bool:
     kind = type(error)
     if kind.__module__.split(".")[0] in NETWORK_LIBRARIES and kind.__name__ in NETWORK:
         return True
-    return getattr(error, "errno", None) in NO_ANSWER or any(words in str(error) for words in SAID_OF_NETWORK)
+    return getattr(error, "errno", None) in NO_ANSWER or any(words in str(error) for words in NETWORK_MESSAGES)
 
 
 def _address(errors: list[BaseException]) -> str | None:
@@ -95,7 +95,7 @@ def _address(errors: list[BaseException]) -> str | None:
 
 def script_line(error: BaseException) -> str:
     """Return the line of the user's script that led to the error, in parentheses; "" if there is none."""
-    frames = [summary for each in chain(error) for summary in traceback.extract_tb(each.__traceback__)]
+    frames = [summary for cause in chain(error) for summary in traceback.extract_tb(cause.__traceback__)]
     for frame in reversed(frames):
         if not frame.filename.startswith(NOT_THE_USERS) and "-packages" not in frame.filename:
             return f" ({frame.filename}, line {frame.lineno})"
