@@ -67,13 +67,17 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
 
 
-def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H100-80GB") -> ServingReport:
+def serve(
+    model: ModelLike, service: Service | None = None, gpu: GPU | str = "H100-80GB",
+    slo: tuple[float, float] | None = None,
+) -> ServingReport:  # fmt: skip
     """Return the cost of serving `model`: memory as the engine divides it, latency under the load, throughput, price.
 
-    `service` describes the deployment (`lab.Service`; by default vLLM on one GPU with one request). The time of an
+    `service` describes the deployment (`lab.Service`; by default vLLM on one GPU with one request). `slo`: the most
+    seconds to the first and per further token; the report then has the requests per second within both. The time of an
     engine step is the sum of its kernels, which NVIDIA measured on the GPU (hardware/engine_kernels), and the load is
     replayed through a scheduler with continuous batching and chunked prefill. On deployments that others measured, the
-    median error is 11 % for the time per output token and 30 % for the time to the first token
+    median error is 12 % for the time per output token and 23 % for the time to the first token
     (benchmarks/results/serving.md). The time of llama.cpp's steps is computed from the bytes that they move; its median
     error is 10 % of published speeds. Raises SpecError for an impossible service and UnknownName for an unknown model
     or GPU.
@@ -81,7 +85,7 @@ def serve(model: ModelLike, service: Service | None = None, gpu: GPU | str = "H1
     from .serving.report import served
     from .serving.service import Service
 
-    return served(find_model(model), service or Service(), find_gpu(gpu))
+    return served(find_model(model), service or Service(), find_gpu(gpu), slo)
 
 
 def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:

@@ -14,11 +14,10 @@ import contextlib
 import csv
 import io
 from functools import cache
-from hashlib import sha256
 
 import click
 
-from benchmarks.serving.serving import BESIDE, FILE, FITTED, service_of
+from benchmarks.serving.serving import BESIDE, FILE, FITTED, fitted, numbered, service_of
 
 # Names under which the package has the models' configs, so that it need not download them.
 NAMES = {"meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B", "zhipuai/GLM-5": "zai-org/GLM-5",
@@ -64,8 +63,8 @@ def main(every: int) -> None:
     with BESIDE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["id", "ttft_ms", "tpot_ms"])
-        for number, row in sorted((int(sha256(row["id"].encode()).hexdigest(), 16), row) for row in rows):
-            if number % FITTED == 0 or (number // FITTED) % every or service_of(row) is None:
+        for row in sorted(rows, key=numbered):
+            if fitted(row) or (numbered(row) // FITTED) % every or service_of(row) is None:
                 continue
             found = estimate(row)
             if isinstance(found, str):

@@ -24,9 +24,9 @@ ML.ENERGY leaderboard's. It is half of them, drawn by (source, model, GPU). This
 
 The rows are in view, not held out: engines, sizes and weights were mapped before the first prediction, but the cache in
 fp8, the drawn lengths, ML.ENERGY's prompt, means, copies and launched.csv after it, and mechanisms were corrected with
-all rows in sight. Only the constants (STEP_HOST, ROW_HOST, START_HOST, ARRIVING, TOKENIZING) come from a part, the
-InferenceX rows whose id's SHA-256 is divisible by 8, and the others are reported. The intervals were chosen on the
-reported rows.
+all rows in sight. Only the constants (STEP_HOST, ROW_HOST, START_HOST, ARRIVING, TOKENIZING) come from a part, the fit
+rows: those of InferenceX whose id's SHA-256 is divisible by FITTED. `python -m benchmarks.serving.fit` fits them and
+lists the rows; the others are reported. The intervals were chosen on the reported rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from llmlab.specs.model import ModelSpec
 
 FILE = Path(__file__).with_suffix(".csv")
 BESIDE = FILE.with_name("aiconfigurator.csv")
-FITTED = 8
+FITTED = 9
 WEIGHTS = {"bfloat16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "int4": "gptq", "int4_wo": "gptq",
            "nvfp4": "nvfp4", "fp4": "nvfp4", "mxfp4": "mxfp4"}  # fmt: skip
 GPUS = {"H100": "H100-80GB"}
@@ -161,13 +161,22 @@ def scripts() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def numbered(row: dict[str, str]) -> int:
+    """Return the number of a row, by which samples are drawn: the SHA-256 of its id."""
+    return int(sha256(row["id"].encode()).hexdigest(), 16)
+
+
+def fitted(row: dict[str, str]) -> bool:
+    """Return whether constants may be fitted to a row; all others are reported."""
+    return row["source"] == "InferenceX" and numbered(row) % FITTED == 0
+
+
 def compared(every: int) -> Iterator[Row | str]:
     """Yield each row with its prediction, or why it has none."""
     with FILE.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        number = int(sha256(row["id"].encode()).hexdigest(), 16)
-        if (number // FITTED) % every:
+        if (numbered(row) // FITTED) % every:
             continue
         service = service_of(row)
         if service is None:
@@ -176,7 +185,7 @@ def compared(every: int) -> Iterator[Row | str]:
         gpu = lab.gpu(GPUS.get(row["gpu"], row["gpu"]))
         try:
             spec = spec_of(row["model"])
-            predicted = _predicted(row, spec, service, gpu)
+            values = predicted(row, spec, service, gpu)
         except UnknownName:
             yield "no preset"
         except SpecError as error:
@@ -184,11 +193,11 @@ def compared(every: int) -> Iterator[Row | str]:
         else:
             about = row["id"], row["source"], row["engine"], row["model"].split("/")[-1], row["gpu"]
             shape = service.prompt_len, service.output_len
-            fitted = row["source"] == "InferenceX" and number % FITTED == 0
-            yield Row(*about, shape, service.concurrency or 1, fitted, float(row["tpot_ms"]) / 1e3, **predicted)
+            yield Row(*about, shape, service.concurrency or 1, fitted(row), float(row["tpot_ms"]) / 1e3, **values)
 
 
-def _predicted(row: dict[str, str], spec: ModelSpec, service: lab.Service, gpu: GPU) -> dict[str, float]:
+def predicted(row: dict[str, str], spec: ModelSpec, service: lab.Service, gpu: GPU) -> dict[str, float]:
+    """Return the values of a Row that are predicted, and those measured beside them."""
     if row["source"] != "InferenceX":
         batch = max(1, round(float(row["id"].rpartition("b")[2])))
         step = Step(batch, service.prompt_len + service.output_len // 2)
@@ -257,7 +266,7 @@ def beside(rows: Sequence[Row]) -> list[str]:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write serving.md into this folder.")
 def main(every: int, out: Path | None) -> None:
     """Compare lab.serve with deployments that others measured."""
-    from llmlab.serving.report import TPOT_INTERVAL, TTFT_INTERVAL
+    from llmlab.serving.report import RATE_INTERVAL, TPOT_INTERVAL, TTFT_INTERVAL
 
     rows: list[Row] = []
     without: dict[str, int] = defaultdict(int)
@@ -273,7 +282,7 @@ def main(every: int, out: Path | None) -> None:
     lines = [f"| {' | '.join(titles)} |", "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     lines.append(line("time per output token", [r.predicted_tpot / r.tpot for r in others], TPOT_INTERVAL))
     lines.append(line("time to the first token", [r.predicted_ttft / r.ttft for r in others], TTFT_INTERVAL))
-    lines.append(line("output tokens per second per GPU", [r.predicted_rate / r.rate for r in others]))
+    lines.append(line("output tokens per second per GPU", [r.predicted_rate / r.rate for r in others], RATE_INTERVAL))
     if energy:
         lines.append(line("ML.ENERGY: time between tokens", [r.predicted_tpot / r.tpot for r in energy]))
     for value in sorted({row.engine for row in others}):

@@ -27,10 +27,12 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         epilog="Exit codes: 0 = the model fits, or a deployment meets the service level; 1 = not; 2 = invalid input."
     )
     @click.argument("model")
-    @click.option("--gpu", metavar="GPUS", help="GPUs of one deployment, for example H100 or 8xH200.")
+    @click.option("--gpu", "--gpus", "gpu", metavar="GPUS",
+                  help="GPUs of one deployment, for example H100 or 8xH200; with --slo any: all whose kernels were "
+                  "measured.")
     @click.option("--slo", metavar="ttft=TIME,tpot=TIME",
                   help="Look for the cheapest deployments that answer --rate requests per second within these medians, "
-                  "for example ttft=1s,tpot=30ms; of the GPU in --gpu, or of all whose kernels were measured.")
+                  "for example ttft=1s,tpot=30ms; of the GPU in --gpu.")
     @click.option("--frontier", is_flag=True, help="Latency and throughput with more and more users.")
     @click.option("--users", type=int, metavar="N",
                   help="The longest requests of N users, and the least --gpu-memory-utilization for N requests.")
@@ -66,8 +68,9 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
             from ..serving.sizing import frontier_table
 
             points = points_of(find_model(model), service, find_gpu(name))
-            show(_dump([asdict(point) for point in points]) if as_json else frontier_table(points))
-            return 0 if points else 1
+            if points or as_json:
+                show(_dump([asdict(point) for point in points]) if as_json else frontier_table(points))
+                return 0 if points else 1
         report = verbs.serve(model, service, name)
         show(_dump(report.to_dict()) if as_json else str(report))
         return 0 if report.outcome == "fits" else 1
@@ -85,7 +88,7 @@ def _option(name: str, default: Any) -> click.Option:
 
 def _gpus(text: str | None) -> tuple[str | None, int]:
     """Return the GPU's name and how many there are in "8xH200"."""
-    if text is None:
+    if text in (None, "any"):
         return None, 1
     match = re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", text)
     return (match[2], int(match[1])) if match else (text, 1)
@@ -139,7 +142,7 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
 
 
 def _limit(text: str) -> tuple[str, float]:
-    match = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([\d.]+)\s*(ms|s)\s*", text)
+    match = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*(\d+\.?\d*|\.\d+)\s*(ms|s)\s*", text)
     if not match:
         raise SpecError(f"--slo: {text!r} is no limit; write ttft=1s or tpot=30ms")
     return match[1], float(match[2]) * (1e-3 if match[3] == "ms" else 1)

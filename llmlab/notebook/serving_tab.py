@@ -110,8 +110,9 @@ def _figures(report: ServingReport) -> list[list[str]]:
     ):
         between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
         rows.append([name, show_seconds(value), f"80 % interval: {between}; 99th percentile {show_seconds(far)}"])
-    rows.append(["output tokens per second", f"{times.tokens_per_second:,.0f}",
-                 f"{report.tokens_per_second_per_gpu:,.0f} per GPU"])  # fmt: skip
+    low, high = (factor * times.tokens_per_second for factor in report.rate_interval)
+    about = f"80 % interval: {low:,.0f} to {high:,.0f}; {report.tokens_per_second_per_gpu:,.0f} per GPU"
+    rows.append(["output tokens per second", f"{times.tokens_per_second:,.0f}", about])
     if report.usd_per_million_output is not None:
         rows.append(["a million tokens", f"${report.usd_per_million_output:.2f}",
                      f"of answers; ${report.usd_per_million_input:.3f} of prompts"])  # fmt: skip

@@ -18,9 +18,11 @@ def launch_line(model: str, service: Service) -> str:
     """Return the shell command that starts the server of `service.engine` for `model`.
 
     Options: vllm/engine/arg_utils.py, sglang/srt/server_args.py, tensorrt_llm/commands/serve.py, llama.cpp's
-    common/arg.cpp, read 2026-11-29. A checkpoint in nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is
-    vLLM's: SGLang's share is of weights and cache alone, TensorRT-LLM's of the memory that the weights leave, so both
-    keep their defaults. The .gguf file is taken to be in the current folder, with the name that is usual for it.
+    common/arg.cpp, read 2026-11-29; the parsers of vLLM 0.33 and SGLang 0.5.23 accept them
+    (tests/serving/test_launch.py). TensorRT-LLM's MTP heeds max_draft_len from 1.3.0rc16 on. A checkpoint in nvfp4 or
+    mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of weights and cache alone,
+    TensorRT-LLM's of the memory that the weights leave, so both keep their defaults. The .gguf file is taken to be in
+    the current folder, with the name that is usual for it.
     """
     if service.draft == "eagle3":
         raise SpecError('draft="eagle3" names no checkpoint; to start a server give draft="eagle3:ORGANIZATION/NAME"')
@@ -64,6 +66,8 @@ def _speculative(service: Service) -> dict[str, object]:
 
 def _sglang(model: str, service: Service) -> list[str]:
     copies = service.dp_attention
+    limits = (service.max_num_seqs, service.max_num_batched_tokens)
+    seqs, tokens = (limit and limit * copies for limit in limits)  # SGLang divides both by the copies
     return [
         "python", "-m", "sglang.launch_server",
         *_given({
@@ -73,8 +77,8 @@ def _sglang(model: str, service: Service) -> list[str]:
             "--dp-size": copies if copies > 1 else None,
             "--ep-size": service.ep if service.ep > 1 else None,
             "--context-length": service.max_model_len,
-            "--max-running-requests": service.max_num_seqs,
-            "--chunked-prefill-size": service.max_num_batched_tokens,
+            "--max-running-requests": seqs,
+            "--chunked-prefill-size": tokens,
             "--scheduler-recv-interval": service.prefill_interval if service.prefill_interval > 1 else None,
             **(_sglang_draft(service) if service.draft else {}),
             "--quantization": QUANTIZATION.get(service.weights),

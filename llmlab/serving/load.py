@@ -21,8 +21,8 @@ SEED = 0
 ROUNDS = 10  # answers that each user waits for, as in InferenceX's runs
 REQUESTS = 400  # of a load given by a rate
 # Seconds until the scheduler has a request: HTTP and the processes before the engine, and per token of its prompt.
-# Fitted on every eighth deployment of benchmarks/serving/serving.py, whose results say how far off the others are.
-ARRIVING, TOKENIZING = {"vllm": 0.012, "sglang": 0.1, "trtllm": 0.01, "llama.cpp": 0.0}, 6e-6
+# Fitted by benchmarks/serving/fit.py; benchmarks/results/serving.md says how far off other deployments are.
+ARRIVING, TOKENIZING = {"vllm": 0.02, "sglang": 0.12, "trtllm": 0.014, "llama.cpp": 0.0}, 6e-6
 LLAMA_STEPS = 1  # llama.cpp samples the first token in the prompt's last step; the step before may be under way
 DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps are computed
 

@@ -9,6 +9,7 @@ context hold outside of torch; all the rest is blocks of the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from ..base.units import show_bytes
 from ..hardware.gpu import GPU
@@ -20,13 +21,17 @@ from .service import Service
 
 BLOCK = 16  # tokens per block of the cache
 # What libraries take outside of torch while vLLM starts: 0.13 GiB, as 0.11 logged for gpt-oss-20b on an H100. The CUDA
-# context is there before vLLM looks at the memory, and is not counted: the share of the GPU that is left has it.
+# context and NCCL's buffers are there before vLLM looks at the memory (gpu_worker.py, init_device) and are not counted:
+# the part of the GPU that it leaves free has them. ALL_REDUCE is what else several GPUs take: the logs of Llama-3.3-70B
+# and Qwen3-32B on two H100s have 0.55 and 0.54 GiB where those of one have 0.13 and 0.14.
 OUTSIDE = int(0.13 * 2**30)
-NCCL = 1 * 2**30  # buffers of NCCL and of the engine's own all-reduce, for several GPUs whose figure is not known
+ALL_REDUCE = int(0.41 * 2**30)
 # Bytes per logit while the profiled step samples with top-p: in 16 bit and fp32, sorted with their indices, the sort's
-# buffers. vLLM 0.11 logged 5.6 GiB for Qwen3-32B and 7.38 for gpt-oss-20b with 1,024 requests: 38.6 and 38.5.
+# buffers. vLLM 0.11 logged 5.6 GiB for Qwen3-32B and 7.38 for gpt-oss-20b with 1,024 requests: 38.6 and 38.5. 0.33 does
+# not sort (v1/sample/ops/topk_topp_triton.py): by its source about 14, so that more is left; we have no log of it.
 SAMPLING = 38.5
 STORED = {"awq": "int4", "gptq": "int4"}
+HOPPER = (9, 0)  # compute capability
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Memory:
             ("budget", self.budget), ("weights", self.weights), ("outside of torch", self.outside),
             ("peak of a step", self.activations), ("CUDA graphs", self.graphs), ("KV cache", self.cache),
         )  # fmt: skip
-        return [f"{name:20}{show_bytes(size) if size >= 0 else '-' + show_bytes(-size):>12}" for name, size in sizes]
+        return [f"{name:20}{show_bytes(size) if size >= 0 else 'none':>12}" for name, size in sizes]
 
 
 def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buffers:
@@ -80,9 +85,9 @@ def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buff
     if service.engine == "llama.cpp":
         return buffers(spec, service, gpu)
     length = service.prompt_len + service.output_len
-    outside = OUTSIDE + ((gpu.nccl or NCCL) if service.gpus > 1 else 0)
+    outside = OUTSIDE + (ALL_REDUCE if service.gpus > 1 else 0)
     budget = int(gpu.memory * service.gpu_memory_utilization)
-    weights, activations = weight_bytes(spec, service), activation_bytes(spec, service, gpu)
+    weights, activations = weight_bytes(spec, service, gpu), activation_bytes(spec, service, gpu)
     graphs = graph_bytes(spec, service, gpu)
     cache = budget - weights - outside - activations - graphs
     return Memory(
@@ -92,17 +97,17 @@ def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buff
     )  # fmt: skip
 
 
-def weight_bytes(spec: ModelSpec, service: Service) -> int:
+def weight_bytes(spec: ModelSpec, service: Service, gpu: GPU) -> int:
     """Return the bytes of the weights on the GPU that has most. Embedding, head, norms and routers stay in 16 bit."""
     layers = layers_of(spec)
     split = service.tp // service.dp_attention
     ends = 1 if spec.tied or service.pp > 1 else 2  # of a pipeline each end has one of embedding and head
     total = ends * layers.vocab * layers.hidden * 2 / split
-    total += _layers_bytes(layers, service) * _share(spec, service)
+    total += _layers_bytes(layers, service, gpu) * _share(spec, service)
     if service.draft:
         draft = draft_of(spec, service.draft)
         own = draft.vocab * draft.hidden * 2 / split if draft.hidden != layers.hidden else 3 * 2 * layers.hidden**2
-        total += _layers_bytes(draft, service) + own
+        total += _layers_bytes(draft, service, gpu) + own
     return int(total)
 
 
@@ -111,7 +116,7 @@ def _share(spec: ModelSpec, service: Service) -> float:
     return -(-spec.layers // service.pp) / spec.layers
 
 
-def _layers_bytes(layers: Layers, service: Service) -> float:
+def _layers_bytes(layers: Layers, service: Service, gpu: GPU) -> float:
     split, total = service.tp // service.dp_attention, 0.0
     for layer, count in layers.kinds:
         total += count * (_mixer_elements(layers.hidden, layer, split) * _bits(service, layer) / 8)
@@ -120,12 +125,24 @@ def _layers_bytes(layers: Layers, service: Service) -> float:
             total += count * matrices * layers.hidden * layer.mlp.width * _bits(service, layer) / 8 / service.tp
         elif isinstance(layer.mlp, Experts):
             matrices = 3 if layer.mlp.gated else 2
-            routed = layer.mlp.count * matrices * layers.hidden * layer.mlp.width / service.tp
+            routed = layer.mlp.count * matrices * _expert_elements(layers.hidden, layer.mlp.width, service, gpu)
             shared = matrices * layers.hidden * layer.mlp.shared / (service.tp if service.ep == 1 else 1)
             stored = BITS[STORED.get(service.weights, service.weights)]
             total += count * (routed * stored / 8 + shared * _bits(service, layer) / 8)
             total += count * layer.mlp.count * layers.hidden * 2
     return total
+
+
+def _expert_elements(hidden: int, width: int, service: Service, gpu: GPU) -> float:
+    """Return the elements of one matrix of a routed expert, divided by the GPUs that share the experts.
+
+    In mxfp4 they are padded as vLLM's kernels need it, hidden size to 256 and a GPU's part of the width to 128 channels
+    (vllm/model_executor/layers/fused_moe/oracle/mxfp4.py, read 2026-11-30), but not for Hopper's.
+    """
+    if service.weights != "mxfp4" or gpu.compute_capability in (None, HOPPER):
+        return hidden * width / service.tp
+    ways = service.tp // service.ep  # that divide the width
+    return 256 * ceil(hidden / 256) * 128 * ceil(width / ways / 128) / service.ep
 
 
 def _bits(service: Service, layer: Layer) -> float:

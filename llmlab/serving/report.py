@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from ..base.errors import SpecError
@@ -14,15 +16,17 @@ from ..specs.model import ModelSpec
 from .kernels import engine_kernels
 from .layers import Attention, LatentAttention, draft_of, layers_of
 from .llamacpp import Buffers, buffers, slot_tokens
-from .load import Latency, latency, prompt_seconds
+from .load import Latency, goodput, prompt_seconds, simulate, summary
 from .memory import Memory, divided_memory
+from .replay import Served
 from .service import Service
 from .step import Step, step_seconds
 
-# Of 80 % of the deployments in benchmarks/results/serving.md, the measured value lies between these factors of the
+# Of 80 % of the deployments in benchmarks/results/serving.md, the measured value is between these factors of the
 # predicted one; the factors were chosen on the same deployments.
 TPOT_INTERVAL = (0.8, 1.35)
 TTFT_INTERVAL = (0.57, 2.15)
+RATE_INTERVAL = (0.78, 1.28)  # of tokens per second
 # Of llama.cpp: those of TPOT hold 20 of the 24 speeds of decoding in the archive's figures llama-bench-cuda,
 # -llama-3-8b and -apple, those of TTFT 9 of the 11 prompts of llama-bench-cuda-prompt.
 LLAMA_CPP_INTERVALS = (0.85, 1.2), (0.88, 1.16)
@@ -35,7 +39,7 @@ class ServingReport:
 
     `latency` has medians and 99th percentiles under the load; `time` the parts of a step that gives each running
     request a token; `usd_per_million_input` and `_output` divide the price of the GPUs by the time that prompts and
-    answers take.
+    answers take; `goodput`: requests per second within the service level that was asked for.
     """
 
     model: str
@@ -48,6 +52,7 @@ class ServingReport:
     usd_per_million_input: float | None
     usd_per_million_output: float | None
     notes: tuple[Note, ...]
+    goodput: float | None = None
 
     @property
     def outcome(self) -> str:
@@ -69,12 +74,19 @@ class ServingReport:
         """The factors of TPOT and of TTFT between which 80 % of measured deployments are."""
         return LLAMA_CPP_INTERVALS if self.service.engine == "llama.cpp" else (TPOT_INTERVAL, TTFT_INTERVAL)
 
+    @property
+    def rate_interval(self) -> tuple[float, float]:
+        """The factors of tokens per second between which 80 % of measured deployments are."""
+        return (1 / 1.2, 1 / 0.85) if self.service.engine == "llama.cpp" else RATE_INTERVAL
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON."""
         data = asdict(self) | {"outcome": self.outcome, "notes": [str(note) for note in self.notes]}
         data["memory"] |= {"tokens": self.memory.tokens, "requests": self.memory.requests}
+        if not self.latency:
+            data["memory"]["missing"] = self.memory.missing
         if isinstance(self.memory, Memory):
-            data["memory"]["blocks"] = self.memory.blocks
+            data["memory"] |= {"blocks": self.memory.blocks, "cache": max(0, self.memory.cache)}
         data["tokens_per_second_per_gpu"] = self.tokens_per_second_per_gpu
         return data
 
@@ -93,10 +105,15 @@ class ServingReport:
         ):  # fmt: skip
             between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
             lines.append(f"{name:20}{show_seconds(value):>12} ({between}), p99 {show_seconds(far)}")
-        rate = f"{times.tokens_per_second:,.0f} tokens/s"
-        lines.append(f"{'output':20}{rate:>12}, {self.tokens_per_second_per_gpu:,.0f} per GPU")
+        lines.append(f"{'ITL':20}{'':12} p99 {show_seconds(times.itl_p99)}")
+        rate, (low, high) = times.tokens_per_second, self.rate_interval
+        per_gpu = f"{self.tokens_per_second_per_gpu:,.0f} per GPU"
+        lines.append(f"{'output':20}{rate:>10,.0f}/s ({low * rate:,.0f} to {high * rate:,.0f}) tokens, {per_gpu}")
+        if self.goodput is not None:
+            lines.append(f"{'goodput':20}{self.goodput:>10.3g}/s requests within the service level")
         if self.usd_per_million_output is not None:
-            both = f"${self.usd_per_million_input:.3f} in, ${self.usd_per_million_output:.2f} out"
+            paid = self.usd_per_million_output
+            both = f"${self.usd_per_million_input:.3f} in, ${paid:.2f} (${paid / high:.2f} to ${paid / low:.2f}) out"
             lines.append(f"{'per million tokens':20}{both:>12}")
         shares = ", ".join(f"{part} {show_seconds(value)}" for part, value in self.time.items() if value >= 5e-6)
         given = f" gives each {service.tokens_per_step:.2f} tokens" if service.draft else ""
@@ -106,9 +123,14 @@ class ServingReport:
         return [f"note: {note}" for note in self.notes]
 
 
-def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
-    """Return what `service` costs for the model. Raises SpecError for what cannot be served so."""
+def served(
+    spec: ModelSpec, service: Service, gpu: GPU, slo: tuple[float, float] | None = None
+) -> ServingReport:
+    """Return what `service` costs for the model, and its goodput if `slo` has the most seconds to the first and per
+    further token. Raises SpecError for what cannot be served so."""
     service = checked(spec, service, gpu)
+    if slo is not None and not min(slo) > 0:
+        raise SpecError(f"slo={slo!r}: give two times in seconds above 0, to the first token and per further token")
     memory = divided_memory(spec, service, gpu)
     room = memory.requests * service.dp_attention
     notes = _notes(spec, service, gpu)
@@ -116,9 +138,10 @@ def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
         if nearest := _nearest(spec, service, gpu):
             notes.append(Note("fits-with", f"it fits with {nearest}"))
         return ServingReport(spec.name, gpu.name, service, memory, 0, None, {}, None, None, tuple(notes))
-    times = latency(spec, service, gpu, memory)
+    requests = simulate(spec, service, gpu, memory)
+    times, good = summary(requests), goodput(requests, *slo) if slo else None
     busy = round(times.tokens_per_second * times.tpot) if service.rate else service.concurrency or 1
-    if service.rate and times.requests_per_second < 0.95 * service.rate:
+    if service.rate and times.requests_per_second < 0.95 * service.rate and _waits_more(requests):
         answered = f"{times.requests_per_second:.3g} of {service.rate:.3g} requests per second are answered"
         notes.append(Note("queue-grows", f"{answered}: the queue grows, and the time to the first token with it"))
     if times.preempted > 0.01:
@@ -131,7 +154,14 @@ def served(spec: ModelSpec, service: Service, gpu: GPU) -> ServingReport:
     time = step_seconds(spec, service, gpu, Step(running, context))
     prices = _prices(spec, service, gpu, times)
     about = spec.name, gpu.name, service, memory, running, times, time
-    return ServingReport(*about, prices[0], prices[1], tuple(notes))
+    return ServingReport(*about, prices[0], prices[1], tuple(notes), good)
+
+
+def _waits_more(requests: Sequence[Served]) -> bool:
+    """Return whether the last quarter of the requests waits more than twice as long as the first for a token."""
+    count = len(requests) // 4
+    first, last = (fmean(one.first_token for one in part) for part in (requests[:count], requests[-count:]))
+    return last > 2 * first
 
 
 def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
@@ -140,7 +170,7 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     needed = min(slot_tokens(service), spec.max_positions) if llamacpp else spec.max_positions
     longest = service.max_model_len or needed
     if longest > spec.max_positions:
-        raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions")
+        raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions; give no more")
     if service.prompt_len + service.output_len > longest:
         total = f"prompt_len={service.prompt_len} and output_len={service.output_len} are more"
         raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")
@@ -158,7 +188,10 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     split = service.tp // service.dp_attention
     for layer, _ in layers_of(spec).kinds:
         if isinstance(layer.mixer, (Attention, LatentAttention)) and layer.mixer.heads % split:
-            raise SpecError(f"tp={split} does not divide the {layer.mixer.heads} heads of {spec.name}")
+            heads = layer.mixer.heads
+            degrees = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
+            words = f"tp={split} does not divide the {heads} heads of {spec.name}, and engines give each GPU whole ones"
+            raise SpecError(f"{words}; give one of {degrees}")
     return replace(service, max_model_len=longest)
 
 

@@ -45,6 +45,7 @@ HELP = {
     "cpu_memory_gb_s": "Bandwidth of the CPU's memory in 10^9 bytes/s, for llama.cpp's other layers. Two channels of "
     "DDR4-3200 have 51, of DDR5-5600 90.",
 }  # fmt: skip
+MOST_USERS = 100_000  # whose ten requests each are replayed in about a minute
 UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, read 2026-11-21; 0.9 before 2026
 
 
@@ -115,14 +116,17 @@ class Service:
             raise SpecError(f"prefix_hit={self.prefix_hit!r}: give a share of the prompt, 0 <= share < 1")
         if not 0 < self.range_ratio <= 1:
             raise SpecError(f"range_ratio={self.range_ratio!r}: give a share of the longest request, 0 < share <= 1")
-        if self.rate is not None and not self.rate > 0:
+        if self.concurrency is not None and self.concurrency > MOST_USERS:
+            given = self.concurrency
+            raise SpecError(f"concurrency={given}: give at most {MOST_USERS:,}, the users of one deployment")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
             raise SpecError(f"rate={self.rate!r}: give requests per second above 0, or None")
         if self.rate is not None and self.concurrency is not None:
             raise SpecError("rate and concurrency are two kinds of load; give one of them")
         if self.ep not in (1, self.tp):
             raise SpecError(f"ep={self.ep}: the tp={self.tp} GPUs divide the experts, or none does; give 1 or tp")
         if self.tp % self.dp_attention:
-            raise SpecError(f"dp_attention={self.dp_attention} does not divide tp={self.tp}")
+            raise SpecError(f"dp_attention={self.dp_attention} does not divide tp={self.tp}; give a divisor of tp")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise SpecError(f"acceptance={self.acceptance!r}: give a share of the proposed tokens, 0 <= share <= 1")
         if (self.draft is None) != (self.acceptance is None):

@@ -20,12 +20,12 @@ from .service import Service
 PARTS = ("matmuls", "attention", "experts", "communication", "other kernels", "draft", "host")
 # Small kernels of a mixer: two norms with the residual (one is the MLP's), rotary embedding, writing to the cache.
 MIXER_KERNELS, MLP_KERNELS, EXPERT_KERNELS = 3, 2, 4
-# Set by hand near what fits every eighth deployment of benchmarks/serving/serving.py best.
-STEP_HOST = {"vllm": 0.3e-3, "sglang": 1e-3, "trtllm": 0.1e-3}  # seconds of a step that the GPU waits for the host
+# Seconds of a step that the GPU waits for the host; fitted, as START_HOST and ROW_HOST, by benchmarks/serving/fit.py.
+STEP_HOST = {"vllm": 0.62e-3, "sglang": 1.4e-3, "trtllm": 0.29e-3}
 # Steps with prompts run without a CUDA graph, or with pieces of one: the host starts about so many kernels per layer,
 # each in START_HOST seconds, and the step lasts as long as the kernels or their starts, whichever takes longer.
 STARTS = {Attention: 6, LatentAttention: 16, Recurrence: 16, DenseMLP: 4, Experts: 14, type(None): 0}
-START_HOST = {"vllm": 5e-6, "sglang": 80e-6, "trtllm": 45e-6}
+START_HOST = {"vllm": 5e-6, "sglang": 56e-6, "trtllm": 65e-6}
 ROW_HOST = 15e-6  # and per sequence: its token is sampled, sent and scheduled
 
 

@@ -65,7 +65,7 @@ def test_a_chunk_below_what_arrives_makes_the_queue_grow():
 
 def test_small_steps_lift_one_h100_above_the_level_and_static_batches_drop_it():
     shares = [within_level(replayed()), within_level(replayed(chunk=512)), within_level(replayed("static"))]
-    assert 0.6 < shares[0] < 0.8
+    assert 0.4 < shares[0] < 0.8
     assert shares[1] > 0.98
     assert shares[2] < 0.1
     assert within_level(replayed(prefix_hit=0.3)) > 0.98

@@ -32,5 +32,8 @@ def test_the_job_reads_292_norms_and_is_bound_by_its_kernels_on_a_t4():
     names = [operator.name for operator in operators if operator.phase == "optimizer"]
     before = [previous for previous, name in pairwise(names) if name == "aten::linalg_vector_norm"]
     assert sum(name in ("aten::add_", "aten::mul_") for name in before) == 292
+    adds = [operator for operator in operators if operator.phase == "optimizer" and operator.name == "aten::add_"]
+    launched = [add for add in adds if add.kind != "none"]  # the CPU adds to the step counts and launches nothing
+    assert len(adds) == 2 * len(launched) == 2 * 146
     times = timing(operators, efficiencies()[GPU])
     assert times.card == pytest.approx(times.step, rel=0.001) and times.host < times.card / 10

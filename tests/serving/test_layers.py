@@ -2,6 +2,7 @@
 
 import pytest
 
+from llmlab.hardware.gpu import gpu
 from llmlab.serving.layers import Attention, Experts, LatentAttention, Recurrence, layers_of
 from llmlab.serving.memory import cache_bytes, weight_bytes
 from llmlab.serving.service import Service
@@ -16,7 +17,7 @@ WHOLE = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B", "dee
 def test_the_layers_weights_are_the_models(name):
     """Norms and biases are left out: 0.1 % at most."""
     spec = model(name)
-    assert weight_bytes(spec, Service()) == pytest.approx(2 * spec.parameters, rel=1e-3)
+    assert weight_bytes(spec, Service(), gpu("H100")) == pytest.approx(2 * spec.parameters, rel=1e-3)
 
 
 def test_kinds_of_layers():

@@ -93,8 +93,8 @@ def draw_choices(choices: Mapping[tuple[int, int], Choice]) -> Picture:
 
 
 def draw_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:
-    """Draw the whole step of each row as one bar: the seconds of each of PARTS. "tensor" and "data" are the exposed
-    messages of these kinds of parallelism, and "rest" is the messages between stages and the update."""
+    """Draw the whole step of each row as one bar: the seconds of each of PARTS. "tensor" and "data" are the seconds
+    that these kinds of parallelism add to the step, and "rest" is the messages between stages and the update."""
     return draw_parts(steps, PARTS, (14, 90, 150, 218, 270, 356), "s", 2)
 
 

@@ -206,8 +206,7 @@ def _mlp(share: Share) -> list[Saved]:
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
     # Each token is copied to its experts, and their outputs are saved for the router's gradient. The sum is averaged
     # over the layers, because the first ones can be dense.
-    e = 4 if share.autocast else c  # transformers runs the experts' grouped matmuls outside autocast
-    routed = e * (2 * spec.experts_per_token * spec.hidden + tensors * spec.token_mlp_width)
+    routed = share.expert_bytes * (2 * spec.experts_per_token * spec.hidden + tensors * spec.token_mlp_width)
     moe = T * (routed + c * tensors * spec.shared_experts * spec.moe_intermediate)
     return [Saved("mlp", (moe * spec.moe_layers + dense * spec.dense_layers) // spec.layers)]
 

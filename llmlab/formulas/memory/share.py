@@ -52,6 +52,11 @@ class Share:
         return self.bytes.residual if by_input or self.run.quantization == "gptq" else self.bytes.compute
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes per element of the inputs and outputs of the experts' matmuls."""
+        return expert_bytes(self.run)
+
+    @property
     def recomputes_last(self) -> bool:
         """Whether the rank's last block is recomputed. torchtitan can recompute only every n-th block."""
         return self.run.checkpointing is not None and self.layers % (stack_of(self.run).recomputes_one_in or 1) == 0
@@ -180,6 +185,13 @@ def bytes_of(run: Training) -> Bytes:
     """Return the bytes of one element of each kind of tensor of `run`."""
     in_fp32 = by_bitsandbytes(run) and not (_half_adapters(run) or frozen_in_half(run))
     return AROUND_QUANTIZED[run.precision] if in_fp32 else stored_in(run)
+
+
+def expert_bytes(run: Training) -> int:
+    """Return the bytes per element with which experts are multiplied. Autocast does not cast for grouped matmuls, so
+    transformers casts their inputs to the dtype of the weights (integrations/moe.py, _grouped_mm)."""
+    b = bytes_of(run)
+    return b.weights if run.precision.startswith("autocast") and not stack_of(run).own_model else b.compute
 
 
 def unpacked_bytes(run: Training) -> tuple[int, int]:

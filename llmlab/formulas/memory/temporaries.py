@@ -259,8 +259,9 @@ def _at(height: Height, block: Block, share: Share, saved_bytes: int, gradient: 
 
 
 def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple[int, int]:
-    """Return the temporaries of a block's backward pass and its gradients at that moment, at the higher of two moments:
-    in its MLP, or later in its attention, when the MLP's `mlp_kept` bytes are freed and its `gradients` exist. `masks`
+    """Return the temporaries of a block's backward pass and its gradients at that moment, at the highest of these
+    moments: in its MLP; when the MLP's `gradients` exist, of which that of the experts' first weight is the last; and
+    in its attention, when the MLP's `mlp_kept` bytes are freed, too. `masks`
     is the number of masks, counted in heads."""
     spec, run, c = share.spec, share.run, share.bytes.compute
     # A compiled backward pass overwrites its inputs, also down_proj's input, which LoRA does not save. A recomputed
@@ -287,9 +288,18 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
         if again or masks:
             attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
         attention += score_elements(share) * c * masks // (spec.heads * run.tp)
-    if attention + gradients <= mlp:
+    later = max(attention, expert_inputs(share) - mlp_kept if spec.experts else attention)
+    if later + gradients <= mlp:
         return mlp, 0
-    return max(0, attention), gradients + min(0, attention)
+    return max(0, later), gradients + min(0, later)
+
+
+def expert_inputs(share: Share) -> int:
+    """Return the bytes of activations and their gradients while the gradient of the experts' first weight is computed:
+    the copies of the tokens and their gradient, and the gradient of both branches."""
+    spec = share.spec
+    widths = 2 * spec.experts_per_token * (spec.moe_intermediate + spec.hidden)
+    return share.tokens * share.expert_bytes * widths // share.run.tp
 
 
 def _writes_norm(share: Share) -> bool:

@@ -18,6 +18,7 @@ from ..again import module_again, share_again, whole_again
 from ..memory.activations import FUSED
 from ..memory.float8 import converted, takes_either_layout
 from ..memory.fsdp import reduced_bytes, uses_fsdp
+from ..memory.gradients import bucket_bytes
 from ..memory.precision import PRECISION
 from ..memory.scores import score_elements, softmax_element
 from ..memory.share import Share, adapted, adapter_bytes, by_bitsandbytes, share_of
@@ -25,11 +26,12 @@ from ..memory.states import block_parameters, states
 from ..memory.temporaries import adds_apart, loss_chunk
 from .products import is_last, multiplied_wide
 from .stacks import megatron, torchtitan
-from .traffic import Pass, cast, rmsnorm
+from .traffic import Pass, cast, rmsnorm, transposed_norm
 
 LOGITS_MOVES = 10.0  # reads and writes of the fp32 logits by the loss
-# A fused loss reads the 16-bit logits for their maximum, for their sum and for the gradient, and writes the gradient.
-FUSED_LOGITS = 4 * 2
+# A compiled loss reads the 16-bit logits for their maximum, for their sum and for the gradient, which it writes.
+# Liger's reads them once for maximum and sum (liger_kernel 0.8.5, ops/cross_entropy.py).
+FUSED_LOGITS, LIGER_LOGITS = 4 * 2, 3 * 2
 # Reads and writes of each logit by the losses of formulas/memory/methods.py, counted from step/methods.py.
 METHOD_LOGITS = {"chunked": 4, "whole": 14, "teacher": 36}
 # A compiled model also returns its logits. Therefore the backward pass writes and reads zeros as their gradient, and
@@ -82,11 +84,11 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 @lru_cache(maxsize=1024)
 def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind: bool) -> Moved:
     share, stack = share_of(spec, run, find_gpu(CARDS[flash])), stack_of(run)
-    moves: float = LOGITS_MOVES * 4
+    moves: float = LOGITS_MOVES * 4 + bool(spec.logit_softcap) * sum(capped(share.bytes.compute))
     if own := OWN_LOGITS.get(stack.name):
         moves = sum(own[stack.cross_entropy_fusion_impl])
     elif (run.compile and stack.compile_loss) or run.kernels in ("liger", "fused-loss"):
-        moves = FUSED_LOGITS
+        moves = LIGER_LOGITS if run.kernels in ("liger", "fused-loss") else FUSED_LOGITS
         if share.compiled and run.kernels is None:
             moves += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
     if read := METHOD_LOGITS.get(run.objective.loss):
@@ -98,10 +100,16 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     block = (fused_block if fused else BLOCKS.get(stack.name, plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share) + biases(share)
     blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
+    # DDP copies each gradient into its bucket and back (torch/csrc/distributed/c10d/reducer.cpp), once per step.
+    blocks += 2 * 2 * bucket_bytes(share, states(spec, run))
     turned = 0.0
     if not fused and stack.name not in BLOCKS and not spec.learned_positions:
         _, turn = rotation(share)
-        turned = share.tokens / run.tp * (turn.forward * (1 + share_again(spec, run)) + turn.backward)
+        halved = halves(share)
+        once, back = turn.forward + halved.forward, turn.backward + halved.backward
+        if spec.qk_norm:
+            back += transposed_norm(share.linear_bytes) * (spec.query_width + spec.key_width)
+        turned = share.tokens / run.tp * (once * (1 + share_again(spec, run)) + back)
     return Moved(blocks, run.accumulation * logits, run.accumulation * spec.layers / run.pp * turned)
 
 
@@ -113,7 +121,8 @@ def weight_casts(share: Share) -> float:
     if run.quantization or b.weights == b.compute:
         return 0.0
     passes = 1 + share_again(spec, run) + (run.lora is None)
-    return passes * cast(b.weights, b.compute) * block_parameters(spec) / run.tp
+    uncast = spec.parameters_by_component["experts"] / spec.layers if share.expert_bytes == b.weights else 0
+    return passes * cast(b.weights, b.compute) * (block_parameters(spec) - uncast) / run.tp
 
 
 def biases(share: Share) -> float:
@@ -167,7 +176,7 @@ def plain_block(share: Share) -> float:
     h, Q, K = spec.hidden, spec.query_width, spec.key_width
     trained = run.lora is None
     written_out = spec.norm == "rmsnorm" and run.kernels != "fused-norm"
-    norm = rmsnorm(r, trained) if written_out else Pass(2 * r, 3 * r)
+    norm = rmsnorm(r, trained, spec.family == "gemma2") if written_out else Pass(2 * r, 3 * r)
     readers = (0 if spec.fused_qkv else 2) + (spec.gated and not spec.fused_qkv)
     dropped = 2 * (2 * m + 1) if spec.dropout else 0
     # Between matmuls: forward, backward, and `last`, which checkpointing does not recompute. `o`: bytes per element of
@@ -179,7 +188,12 @@ def plain_block(share: Share) -> float:
     divided = run.tp if run.sequence_parallel else 1
     once, back = forward / divided, backward / divided
     # The part that tensor parallelism divides.
-    forward, backward = mlp(share, spec.token_mlp_width)
+    of_experts = expert_width(spec)
+    forward, backward = mlp(share, spec.token_mlp_width - of_experts, m)
+    if of_experts:
+        one_mlp = mlp(share, of_experts, share.expert_bytes)
+        forward, backward = forward + one_mlp.forward, backward + one_mlp.backward
+    backward += halves(share).backward * 4 / 6  # the gradients of both halves are concatenated
     if share.autocast or run.quantization:
         copied = sum(map(partial(linear_casts, share), spec.block_linears)) / spec.layers
         forward, backward = forward + copied, backward + copied
@@ -189,6 +203,8 @@ def plain_block(share: Share) -> float:
         forward, backward = forward + latent.forward * width + put, backward + latent.backward * width + 2.5 * put
     if spec.qk_norm:
         one_norm = rmsnorm(m, trained)
+        if share.autocast and m < r:  # the weight is in fp32, and so is the output, whose gradient is cast
+            one_norm = Pass(one_norm.forward + r - m, one_norm.backward + 5 * (r - m) + cast(m, r))
         forward, backward = forward + one_norm.forward * (Q + K), backward + one_norm.backward * (Q + K)
     if not spec.learned_positions:
         turn, _ = rotation(share)
@@ -197,7 +213,7 @@ def plain_block(share: Share) -> float:
         narrowed = cast(m, c) * (K + (Q + K if spec.learned_positions else 0))
         forward, backward = forward + narrowed, backward + narrowed
     if spec.fused_qkv:
-        backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # for a split, or for three slices
+        backward += (2 if spec.learned_positions else 13) * m * (Q + 2 * K)  # for a split, or for three slices
     if trained:
         backward += m * sum(linear.outputs * linear.count for linear in spec.block_linears if linear.bias) / spec.layers
     attention = attend(share)
@@ -214,10 +230,16 @@ def rotation(share: Share) -> tuple[Pass, Pass]:
     gaps: transposed heads, or halves of heads. In the forward pass, only the multiplication of the concatenated halves
     by the sine reads none."""
     spec, r, m, c = share.spec, share.bytes.residual, share.linear_bytes, share.attention_bytes
+    m = r if spec.qk_norm and share.autocast else m  # the norm's weight is in fp32, and so is its output
     turned = (spec.heads + 1) * spec.mla.qk_rope_head_dim if spec.mla else spec.query_width + spec.key_width
     forward = turned * (2 * (m + r) + 3 * m + 3 * r + cast(r, c))
     backward = turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m)
-    return Pass(forward, backward), Pass(forward - turned * (m + r), backward)
+    if not spec.fused_qkv:
+        return Pass(forward, backward), Pass(forward - turned * (m + r), backward)
+    # phi3 concatenates the rotated part of each head with the rest. Its queries and keys are slices of one tensor, and
+    # most of their gradients are contiguous.
+    forward, backward = forward + 2 * m * turned, backward + 2 * m * turned
+    return Pass(forward, backward), Pass(forward + turned * (m - r), 7 * m * turned)
 
 
 def linear_casts(share: Share, linear: Linear) -> float:
@@ -232,17 +254,31 @@ def linear_casts(share: Share, linear: Linear) -> float:
     return linear.count * (cast(input_bytes, half) * linear.inputs + out)
 
 
-def mlp(share: Share, width: float) -> Pass:
-    """Return the bytes per token of the MLP's activation function, `width` elements wide."""
-    spec, m = share.spec, share.linear_bytes
+def mlp(share: Share, width: float, m: int) -> Pass:
+    """Return the bytes per token of the MLP's activation function, `width` elements of `m` bytes wide."""
+    spec = share.spec
     if spec.gated:
-        return Pass(5 * m * width, (9 + (4 if spec.fused_qkv else 0)) * m * width)
+        return Pass(5 * m * width, 9 * m * width)
     if spec.activation in FUSED:
         return Pass(2 * m * width, 3 * m * width)
     w = 4 if share.autocast and not share.cpu else m
     forward = cast(m, w) + 14 * w + 4 * m + cast(w, share.bytes.compute)
     backward = 3 * cast(w, m) + cast(w, share.bytes.compute) + 19 * w + 9 * m
     return Pass(forward * width, backward * width)
+
+
+def expert_width(spec: ModelSpec) -> float:
+    """Return the width of the experts' MLPs per token, averaged over the layers."""
+    return spec.experts_per_token * spec.moe_intermediate * spec.moe_layers / spec.layers if spec.experts else 0.0
+
+
+def halves(share: Share) -> Pass:
+    """Return the bytes per token that operators on a half of a tensor move, where gate and up are halves of one, as in
+    experts and in phi3: SiLU, a multiplication, and the gradients of both."""
+    spec, joined = share.spec, share.expert_bytes * expert_width(share.spec)
+    if spec.fused_qkv and spec.gated:
+        joined = share.linear_bytes * spec.token_mlp_width
+    return Pass(5 * joined, 6 * joined)
 
 
 def attend(share: Share) -> Pass:
@@ -262,17 +298,22 @@ def attend(share: Share) -> Pass:
         scaled = 16 * Q
         return Pass(16 * S + copies.forward + scaled + narrow, 24 * S + copies.backward + scaled + narrow)
     dropped = 2 * c + 1 if spec.attention_dropout else 0
-    capped = (6 * c, 7 * c) if spec.attention_softcap else (0, 0)
+    cap = capped(c) if spec.attention_softcap else Pass(0, 0)
     masked = (c + 4 if share.autocast else 2 * c + cast(c, p)) + share.bytes.residual / spec.heads
-    forward = 2 * c + masked + 2 * p + cast(p, c) + dropped + capped[0]
-    backward = 6 * p + 2 * cast(p, c) + 2 * c + dropped + capped[1]
+    forward = 2 * c + masked + 2 * p + cast(p, c) + dropped + cap.forward
+    backward = 6 * p + 2 * cast(p, c) + 2 * c + dropped + cap.backward
     return Pass(forward * S + copies.forward, backward * S + copies.backward)
+
+
+def capped(b: int) -> Pass:
+    """Return the bytes per element of a softcap: a division, tanh and a multiplication."""
+    return Pass(6 * b, 7 * b)
 
 
 def routed(share: Share) -> Pass:
     """Return the bytes per token that transformers moves to send tokens to their experts and to sum the experts'
     outputs (integrations/moe.py, grouped_mm_experts_forward), averaged over the layers."""
-    spec, c = share.spec, share.bytes.compute
+    spec, c = share.spec, share.expert_bytes
     h, sent = spec.hidden, spec.experts_per_token * spec.hidden
     forward = sent * (2 * c + (c + 4) + 8 + 4) + h * (4 + cast(4, c))
     backward = sent * (12 + 8 + 10 + 8 + 4 + (4 + c) + cast(4, c) + 2 * c) + h * (cast(4, c) + 3 * c)

@@ -70,6 +70,13 @@ TRANSFORMERS = {
     "fused-norm": Operators(24, 38, 41, 65),
     "layernorm": Operators(19, 21, 31, 43),
 }
+# Operators outside the blocks in a micro-batch: embedding, last norm, head and loss.
+TRANSFORMERS_ENDS = {"rmsnorm": Operators(35, 16, 23, 14), "layernorm": Operators(22, 16, 12, 13)}
+# Operators that a router with its experts adds to a block, by family, in the place of an MLP.
+EXPERTS = {"mixtral": Operators(19, 4, 24, 4)}
+OTHER_EXPERTS = Operators(16, 4, 16, 3)
+# Operators that Gemma's norm adds, because it multiplies by 1 + weight in fp32, and a softcap.
+WIDE_NORM, SOFTCAP = Operators(2, 1, 1, 2), Operators(3, 0, 3, 0)
 # A block of transformers that generates a token in 16 bits with SDPA and a DynamicCache, which concatenates keys and
 # values; and per token, outside the blocks: embedding, last norm, head, and generate()'s greedy choice and stop test.
 GENERATING = {"rmsnorm": Operators(40, 36, 0, 0), "layernorm": Operators(19, 18, 0, 0)}
@@ -86,7 +93,7 @@ AUTOCAST = {"rmsnorm": (10, 16), "fused-norm": (14, 20), "layernorm": (12, 16)}
 # An additional norm, for example of queries; eager attention, which stores its scores; and the repetition of keys and
 # values for it. `_AGAIN`: operators that recomputation adds.
 NORM, NORM_AGAIN = Operators(8, 1, 16, 4), Operators(8, -1, 0, 11)
-EAGER, EAGER_AGAIN = Operators(7, 9, 8, 10), Operators(7, 9, 0, 2)
+EAGER, EAGER_AGAIN = Operators(9, 9, 9, 10), Operators(9, 9, 0, 2)
 REPEATED, REPEATED_AGAIN = Operators(2, 6, 2, 4), Operators(2, 6, 0, 0)
 TORCHTITAN = Operators(24, 55, 39, 95)
 # Operators that take as long as a layer of megatron-core, whose time is mostly Python: 2.1 times a Llama's forward and
@@ -214,11 +221,13 @@ def _operators(
 
 @lru_cache(maxsize=256)
 def started(spec: ModelSpec, run: Training) -> Operators:
-    """Return the operators of all blocks in a micro-batch, including those of adapters, and of everything else in a
-    Megatron-LM micro-batch."""
+    """Return the operators of all blocks in a micro-batch, including those of adapters, and those outside the blocks if
+    the model is transformers' or Megatron-LM's."""
     total = operators(spec, run).times(spec.layers)
     if ends := ENDS.get(stack_of(run).name):
         total = total.plus(ends)
+    elif not stack_of(run).own_model:
+        total = total.plus(TRANSFORMERS_ENDS[spec.norm]).plus(_of_family(spec, run))
     if run.quantization == "gptq":
         total = total.plus(_gptq(spec, run))
     elif run.quantization:
@@ -234,6 +243,24 @@ def started(spec: ModelSpec, run: Training) -> Operators:
             per_linear = per_linear if run.checkpointing is None else per_linear.plus(ADAPTER_DROPOUT_AGAIN)
         total = total.plus(per_linear.times(adapters))
     return total
+
+
+def _of_family(spec: ModelSpec, run: Training) -> Operators:
+    """Return the operators of all blocks that a plain transformer lacks: those of experts and of Gemma."""
+    again = 1 + share_again(spec, run)
+    total = Operators(0, 0, 0, 0)
+    if spec.experts:
+        total = total.plus(_repeated(EXPERTS.get(spec.family, OTHER_EXPERTS).times(spec.moe_layers), again))
+    if spec.family == "gemma2":
+        total = total.plus(_repeated(WIDE_NORM.times(spec.norms_per_layer * spec.layers), again))
+    if spec.attention_softcap and run.attention == "eager":
+        total = total.plus(_repeated(SOFTCAP.times(spec.layers), again))
+    return total.plus(SOFTCAP) if spec.logit_softcap else total
+
+
+def _repeated(once: Operators, times: float) -> Operators:
+    """Return the operators if the forward pass runs `times` times."""
+    return once._replace(kernels=times * once.kernels, views=times * once.views)
 
 
 def _gptq(spec: ModelSpec, run: Training) -> Operators:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import isclose
 from typing import NamedTuple
 
 from ...hardware.gpu import DTYPES
@@ -165,11 +164,9 @@ class Durations(NamedTuple):
     @property
     def traced(self) -> Traced:
         """The parts of the step's time, in place of those of the formulas."""
-        # If the GPU waited for the CPU, even in a part of the step only, the CPU's time is that of the passes.
-        host = self.host if isclose(self.passes, self.card) else self.passes
         products = {"blocks": self.products, "head": self.head}
-        passes = Passes(products, self.attention, self.elementwise, self.loss, host)
-        return Traced(passes, self.step - self.passes, self.kernel)
+        passes = Passes(products, self.attention, self.elementwise, self.loss, self.host)
+        return Traced(passes, self.step - self.passes, self.kernel, self.passes - self.card)
 
     def extrapolated(self, deep: Durations, groups: int) -> Durations:
         """Return the seconds with `groups` more groups of layers; `deep` has those with one more group."""

@@ -29,6 +29,7 @@ from ..memory.share import (
     attention_kernel,
     by_bitsandbytes,
     bytes_of,
+    expert_bytes,
     masked_layers,
     unpacked_bytes,
 )
@@ -116,11 +117,13 @@ class Backward(NamedTuple):
 
 class Traced(NamedTuple):
     """Seconds of a step whose kernels were traced one by one (`simulate`), which replace those of the formulas.
-    `attention` is the attention kernel, named as in `share.attention_kernel`."""
+    `attention` is the attention kernel, named as in `share.attention_kernel`. The GPU waits `waited` seconds in the
+    passes for the CPU to launch these kernels."""
 
     passes: Passes
     update: float
     attention: str
+    waited: float = 0.0
 
 
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
@@ -401,6 +404,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     in_fp32 = {"adapters"} if multiplied_wide(run) else set()
     if bytes_of(run).compute == 4:  # peft casts the weights that are not quantized to fp32
         in_fp32 |= {"head"}
+    if expert_bytes(run) == 4:
+        in_fp32 |= {"experts"}
     found = []
     for product in products(spec, run):
         m, n, k = rows * product.copies, product.outputs, product.inputs

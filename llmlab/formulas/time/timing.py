@@ -96,6 +96,7 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
         host = traced.passes.host + (0.0 if gpu_kernels.kind == "fitted" else python_seconds(spec, run))
         if hook_seconds(spec, run, gpu_kernels.host) or stack_of(run).own_kernels:
             host = max(host, host_seconds(spec, run, gpu_kernels.host) + host_waits(run, traced.passes))
+        host = max(host, traced.passes.card + traced.waited)  # the GPU may wait in a part of the passes only
         traced = traced._replace(passes=traced.passes._replace(host=host))
     shapes = outside(spec, run, gpu_kernels)
     if traced and shapes.maybe_less_s:  # a trace times matmuls as if their rows were aligned

@@ -17,7 +17,19 @@ def cast(one: int, other: int) -> int:
     return one + other if one != other else 0
 
 
-def rmsnorm(b: int, trained: bool) -> Pass:
-    """Return the bytes per element of RMSNorm as transformers writes it out, of elements of `b` bytes."""
-    there_and_back = cast(b, 4) + cast(4, b)
-    return Pass(8 + 4 + 8 + there_and_back + 2 * b, 68 + there_and_back + (6 if trained else 2) * b)
+# Bytes per element of a norm over heads whose gradients are transposed: in fp32, and reads and writes in the dtype of
+# its output.
+TRANSPOSED_NORM, TRANSPOSED_MOVES = 38, 6
+
+
+def rmsnorm(b: int, trained: bool, wide_weight: bool = False) -> Pass:
+    """Return the bytes per element of RMSNorm as transformers writes it out, of elements of `b` bytes. Gemma's classes
+    multiply by the weight in fp32 (`wide_weight`), others after the cast back."""
+    there_and_back, w = cast(b, 4) + cast(4, b), 4 if wide_weight else b
+    return Pass(8 + 4 + 8 + there_and_back + 2 * w, 68 + there_and_back + (6 if trained else 2) * w)
+
+
+def transposed_norm(b: int) -> int:
+    """Return how many bytes per element of RMSNorm's backward pass are in transposed tensors if its output was
+    transposed, as that of queries and keys is."""
+    return TRANSPOSED_NORM + TRANSPOSED_MOVES * b + 2 * cast(b, 4)

@@ -24,6 +24,7 @@ from ...formulas.time.step import Traced
 from ...hardware.gpu import GPU
 from ...recording.timing import ATTENTION_FLOPS
 from ...traces.kernels import Kernel
+from ..devices import HOST
 from ..values.collectives import COLLECTIVES
 from ..workspaces.bitsandbytes import multiplies_packed
 from ..workspaces.none import is_view
@@ -174,6 +175,10 @@ class Operators(list):
         outputs = [leaf for leaf in arg_tree_leaves(out) if isinstance(leaf, Tensor)]
         if not outputs:  # in place
             outputs = [leaf for leaf in arg_tree_leaves(*_written(func, args, kwargs)) if isinstance(leaf, Tensor)]
+        if self.gpu and {tensor.device for tensor in (*inputs, *outputs)} == {HOST}:
+            # The CPU runs it and launches nothing. torch's optimizers count their steps there.
+            self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase, compiled=compiled))
+            return
         flops = flops_of(func, args, kwargs, out)
         kind, shape, dtype = _classify(func, flops, args, kwargs, inputs, outputs)
         moved, again, row = _moved(name, inputs, outputs)

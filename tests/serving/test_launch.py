@@ -1,0 +1,65 @@
+"""Launch lines against the parsers of the engines that are installed."""
+
+import json
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+import llmlab as lab
+from llmlab.serving.launch import launch_line
+from llmlab.serving.service import KV, WEIGHTS
+
+# How to get the server's own parser; vLLM's asks for the device, which the wheel for CUDA does not find on a CPU.
+PARSERS = {
+    "vllm": """
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+vllm.platforms.current_platform = CpuPlatform()
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=False))
+parser.add_argument("model_tag")
+""",
+    "sglang": """
+import argparse
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser(allow_abbrev=False)
+ServerArgs.add_cli_args(parser)
+""",
+    "trtllm": """
+from tensorrt_llm.commands.serve import serve as command
+class parser:
+    parse_args = lambda arguments: command.make_context("serve", arguments)
+""",
+}
+PACKAGES = {"vllm": ("vllm", 2), "sglang": ("sglang", 3), "trtllm": ("tensorrt_llm", 2)}  # words before the options
+FIELDS = [
+    {"tp": 8, "ep": 8, "dp_attention": 4}, {"tp": 2, "pp": 2},
+    {"max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "prefill_interval": 4},
+    *({"draft": draft, "acceptance": 0.7} for draft in ("mtp", "eagle3:a/b", "a/b")),
+    *({"weights": weights} for weights in WEIGHTS), *({"kv": kv} for kv in KV),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", PARSERS)
+def test_the_engines_own_parser_accepts_every_option(engine):
+    package, skipped = PACKAGES[engine]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    lines = [shlex.split(launch_line("a/b", lab.Service(engine, **fields)).split("&& ")[-1]) for fields in FIELDS]
+    read = "\nimport json, sys\nfor arguments in json.load(sys.stdin):\n    parser.parse_args(arguments)\n"
+    arguments = json.dumps([line[skipped:] for line in lines])
+    command = [sys.executable, "-c", PARSERS[engine] + read]
+    result = subprocess.run(command, input=arguments, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_sglang_divides_its_limits_by_the_copies_of_attention():
+    """--max-running-requests and --chunked-prefill-size are of the whole server (server_args.py)."""
+    service = lab.Service("sglang", tp=8, dp_attention=4, max_num_seqs=64, max_num_batched_tokens=2048)
+    words = launch_line("a/b", service).split()
+    assert words[words.index("--max-running-requests") + 1] == str(4 * 64)
+    assert words[words.index("--chunked-prefill-size") + 1] == str(4 * 2048)
