@@ -56,8 +56,8 @@ def check(spec: ModelSpec, run: Training) -> None:
     kernels = {"use_precision_aware_optimizer": "Transformer Engine's Adam", "distributed_fused_adam": "Apex's Adam",
                "defer_embedding_wgrad_compute": "Apex's fused weight gradient"}  # fmt: skip
     for option, whose in kernels.items():
-        if given := getattr(stack, option):
-            raise NotAvailable(f"{option}={given!r}: simulate has no {whose}, a kernel that needs a GPU: leave it out, "
+        if value := getattr(stack, option):
+            raise NotAvailable(f"{option}={value!r}: simulate has no {whose}, a kernel that needs a GPU: leave it out, "
                                f"or {see}")  # fmt: skip
     if stack.cuda_graph_impl:
         raise NotAvailable(f"cuda_graph_impl={stack.cuda_graph_impl!r}: simulate has no CUDA graphs, which use a "
@@ -68,11 +68,11 @@ def check(spec: ModelSpec, run: Training) -> None:
     if spec.activation not in ACTIVATIONS:
         raise NotAvailable(f"simulate has no activation {spec.activation!r} with stack='megatron'; {see}")
     if spec.kv_heads % run.tp:
-        given = f"tp={run.tp} does not divide {spec.name}'s {spec.kv_heads} key-value heads"
-        raise NotAvailable(f"simulate with stack='megatron': {given}; {see}")
+        problem = f"tp={run.tp} does not divide {spec.name}'s {spec.kv_heads} key-value heads"
+        raise NotAvailable(f"simulate with stack='megatron': {problem}; {see}")
     if spec.layers % run.pp and (spec.layers + 2) % run.pp:
-        given = f"pp={run.pp} divides neither {spec.name}'s {spec.layers} layers nor these with embedding and head"
-        raise NotAvailable(f"simulate with stack='megatron': {given}; {see}")
+        problem = f"pp={run.pp} divides neither {spec.name}'s {spec.layers} layers nor these with embedding and head"
+        raise NotAvailable(f"simulate with stack='megatron': {problem}; {see}")
     for name in MODULES:
         symbol(CORE + name)
 

@@ -71,33 +71,32 @@ def stack_from_dict(data: Mapping[str, Any]) -> StackOptions:
     return STACKS[name](**{option: value for option, value in data.items() if option != "name"})
 
 
-def check_stack(stack: StackOptions | str, run_values: Mapping[str, Any]) -> None:
-    """Raise SpecError if `stack` does not support the run's fields `run_values`; the message names the stacks that
-    do."""
+def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
+    """Raise SpecError if `stack` does not support the run's fields `given`; the message names the stacks that do."""
     if not isinstance(stack, StackOptions):
         return
     for field, values in stack.allowed.items():
-        if run_values[field] not in values:
+        if given[field] not in values:
             supporting = [TRANSFORMERS]
-            required = {field: run_values[field], "pp": run_values["pp"]}  # a schedule needs a stack with pipelines
+            required = {field: given[field], "pp": given["pp"]}  # a schedule needs a stack with pipelines
             for other in STACKS.values():
                 if all(value in other.allowed.get(name, (value,)) for name, value in required.items()):
                     supporting.append(other.name)
             allowed = ", ".join("none" if value is None else repr(value) for value in values)
             if why := stack.unsupported_options.get(field):
-                combination = f"{field}={run_values[field]!r} with stack={stack.name!r}"
+                combination = f"{field}={given[field]!r} with stack={stack.name!r}"
                 raise SpecError(f"{combination}: {why}; give {field}={allowed}")
             raise SpecError(
-                f"{stack.name} has no {field}={run_values[field]!r}: stack={' or '.join(map(repr, supporting))} has; "
+                f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, supporting))} has; "
                 f"with stack={stack.name!r} give {field}={allowed}"
-                + ("; its own options say whether AdamW is fused" if run_values[field] == "adamw-fused" else "")
+                + ("; its own options say whether AdamW is fused" if given[field] == "adamw-fused" else "")
             )
-    stack.check_run(run_values)
-    for field, value in stack.sets(run_values).items():
+    stack.check_run(given)
+    for field, value in stack.sets(given).items():
         option = stack.own_names.get(field)
-        if option is None or value == run_values[field]:
+        if option is None or value == given[field]:
             continue
         chosen = getattr(stack, option)
         if chosen is not None:  # None: the run decides, not the stack
-            combination = f"{field}={run_values[field]!r} with stack={type(stack).__name__}({option}={chosen!r})"
+            combination = f"{field}={given[field]!r} with stack={type(stack).__name__}({option}={chosen!r})"
             raise SpecError(f"{combination}, which sets {field}={value!r}; give one of them")

@@ -87,18 +87,18 @@ class DeepSpeed(StackOptions):
             **({"data_types": {"grad_accum_dtype": self.grad_accum_dtype}} if self.grad_accum_dtype else {}),
         }
 
-    def check_run(self, values: Mapping[str, Any]) -> None:
-        """Raise SpecError if an option contradicts the run's fields `values`."""
-        half, zero, wide = values["precision"].rpartition("-")[2], values["zero"], self.grad_accum_dtype == "fp32"
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError if an option contradicts the run's fields `given`."""
+        half, zero, wide = given["precision"].rpartition("-")[2], given["zero"], self.grad_accum_dtype == "fp32"
         if self.grad_accum_dtype not in (None, "fp32", half):
-            option = f"grad_accum_dtype={self.grad_accum_dtype!r} with precision={values['precision']!r}"
+            option = f"grad_accum_dtype={self.grad_accum_dtype!r} with precision={given['precision']!r}"
             raise SpecError(f"{option}: DeepSpeed sums in the dtype of the weights, or in fp32")
-        if wide and (values["offload"] or zero == 0 or (zero == 1 and half == "fp16")):
-            option = f"grad_accum_dtype='fp32' with zero={zero}, offload={values['offload']!r}"
-            raise SpecError(f"{option}, precision={values['precision']!r} is not supported here; give zero=2 or 3, or "
+        if wide and (given["offload"] or zero == 0 or (zero == 1 and half == "fp16")):
+            option = f"grad_accum_dtype='fp32' with zero={zero}, offload={given['offload']!r}"
+            raise SpecError(f"{option}, precision={given['precision']!r} is not supported here; give zero=2 or 3, or "
                             "leave it out")  # fmt: skip
-        if zero == 0 and (self.torch_adam or values["optimizer"] != "adamw"):
-            option = "torch_adam=True" if self.torch_adam else f"optimizer={values['optimizer']!r}"
+        if zero == 0 and (self.torch_adam or given["optimizer"] != "adamw"):
+            option = "torch_adam=True" if self.torch_adam else f"optimizer={given['optimizer']!r}"
             raise SpecError(f"{option} with zero=0 is not supported here; give zero >= 1")
         if self.immediate_grad_update and not (zero == 1 and half == "bf16" and wide):
             raise SpecError("immediate_grad_update=True needs zero=1, bf16 and grad_accum_dtype='fp32'; "
@@ -114,6 +114,6 @@ class DeepSpeed(StackOptions):
         enabled = self.overlap_comm
         return ("data",) * (run.zero == 3 if enabled is None else enabled and run.zero > 0)
 
-    def sets(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Set bf16 weights with an fp32 copy, which the optimizer updates."""
         return {"precision": "mixed-bf16"}

@@ -43,25 +43,25 @@ class LitGPT(StackOptions):
         **dict.fromkeys(("offload", "kernels", "fp8"), (None,)),
     }
 
-    def sets(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Set bf16 for everything; on several devices, set FSDP, which reduces gradients after the last micro-batch
         (Fabric's no_backward_sync), and full checkpointing."""
-        sharded = values["dp"] > 1
+        sharded = given["dp"] > 1
         return {
             "precision": "bf16", "zero": 3 if sharded else 0, "checkpointing": "full" if sharded else None,
-            "sync_each_batch": not sharded or values["accumulation"] == 1,
+            "sync_each_batch": not sharded or given["accumulation"] == 1,
         }  # fmt: skip
 
-    def check_run(self, values: Mapping[str, Any]) -> None:
+    def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for fields that LitGPT's recipes set to other values, and for adapters on only some of the
         MLP's layers."""
         for field in ("zero", "checkpointing", "sync_each_batch"):
-            if values[field] != (value := self.sets(values)[field]):
-                ranks = f"dp={values['dp']}, accumulation={values['accumulation']}"
-                option = f"{field}={values[field]!r} with stack='litgpt', {ranks}"
+            if given[field] != (value := self.sets(given)[field]):
+                ranks = f"dp={given['dp']}, accumulation={given['accumulation']}"
+                option = f"{field}={given[field]!r} with stack='litgpt', {ranks}"
                 raise SpecError(f"{option}: its recipes do not offer that; give {field}={value!r}")
         mlp = {"gate_proj", "up_proj", "down_proj"}
-        targets = set(values["lora"].targets) & mlp if values["lora"] else set()
+        targets = set(given["lora"].targets) & mlp if given["lora"] else set()
         if targets and targets != mlp:
             option = ", ".join(sorted(targets))
             raise SpecError(f"lora's targets {option}: lora_mlp adapts gate_proj, up_proj and down_proj; give all")

@@ -169,33 +169,33 @@ class Megatron(StackOptions):
         if self.recompute == "selective" and self.recompute_method:
             raise SpecError(f"recompute_method={self.recompute_method!r} needs recompute='full'")
 
-    def check_run(self, values: Mapping[str, Any]) -> None:
-        """Raise SpecError if Megatron, or its own layers, do not support an option with the run's fields `values`."""
-        if self.tp_comm_overlap and not values["sequence_parallel"]:
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError if Megatron, or its own layers, do not support an option with the run's fields `given`."""
+        if self.tp_comm_overlap and not given["sequence_parallel"]:
             raise SpecError("tp_comm_overlap=True needs sequence_parallel=True, whose all-gathers and "
                             "reduce-scatters overlap with matmuls (arguments.py); give both")  # fmt: skip
-        if self.defer_embedding_wgrad_compute and values["pp"] == 1:
+        if self.defer_embedding_wgrad_compute and given["pp"] == 1:
             raise SpecError("defer_embedding_wgrad_compute=True with pp=1: it fills the end of a pipeline "
                             "(model_parallel_config.py); give pp >= 2, or leave it out")  # fmt: skip
-        self._check_optimizer(values)
-        self._check_adapters(values)
+        self._check_optimizer(given)
+        self._check_adapters(given)
         if self.transformer_engine:
             if not self.apex:
                 raise SpecError("apex=False with transformer_engine=True: Transformer Engine replaces Apex's kernels; "
                                 "give one of them")  # fmt: skip
             return
         layers = "Megatron's own layers (transformer_engine=False)"
-        if values["attention"] != "eager":
-            raise SpecError(f"attention={values['attention']!r}: {layers} support attention='eager' only")
-        if values["cp"] > 1:
-            raise SpecError(f"cp={values['cp']}: attention of {layers} needs whole sequences "
+        if given["attention"] != "eager":
+            raise SpecError(f"attention={given['attention']!r}: {layers} support attention='eager' only")
+        if given["cp"] > 1:
+            raise SpecError(f"cp={given['cp']}: attention of {layers} needs whole sequences "
                             "(dot_product_attention.py); give cp=1, or Transformer Engine's")  # fmt: skip
-        if values["sequence_parallel"] and not self.apex:
+        if given["sequence_parallel"] and not self.apex:
             raise SpecError(f"sequence_parallel=True with apex=False: {layers} then use PyTorch's norm, which refuses "
                             "it (torch_norm.py); give one of the two")  # fmt: skip
 
-    def _check_adapters(self, values: Mapping[str, Any]) -> None:
-        if (lora := values["lora"]) is None:
+    def _check_adapters(self, given: Mapping[str, Any]) -> None:
+        if (lora := given["lora"]) is None:
             return
         if not self.transformer_engine or self.distributed_fused_adam or self.defer_embedding_wgrad_compute:
             raise SpecError("lora= with transformer_engine=False, distributed_fused_adam or "
@@ -204,8 +204,8 @@ class Megatron(StackOptions):
         if lora.dropout:
             raise SpecError(f"dropout={lora.dropout} of lora= is not supported for megatron; give dropout=0")
 
-    def _check_optimizer(self, values: Mapping[str, Any]) -> None:
-        sharded = values["zero"] == 1 or values["dp"] * values["cp"] == 1
+    def _check_optimizer(self, given: Mapping[str, Any]) -> None:
+        sharded = given["zero"] == 1 or given["dp"] * given["cp"] == 1
         if self.fp8_param_gather and not sharded:
             raise SpecError("fp8_param_gather=True with zero=0: only the distributed optimizer gathers them "
                             "(arguments.py); give zero=1")  # fmt: skip
@@ -221,17 +221,17 @@ class Megatron(StackOptions):
             return
         if not sharded:
             raise SpecError(f"{option} zero=0: it shards states over all data-parallel ranks; give zero=1")
-        if values["precision"] != "mixed-bf16":
-            raise SpecError(f"{option} precision={values['precision']!r} is not supported here; "
+        if given["precision"] != "mixed-bf16":
+            raise SpecError(f"{option} precision={given['precision']!r} is not supported here; "
                             "give mixed-bf16")  # fmt: skip
 
-    def sets(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Set 16-bit weights and matmuls with fp32 main weights; by default nothing is recomputed or sharded."""
         attention = {} if self.transformer_engine else {"attention": "eager"}
         return {
             **attention,
             "precision": "mixed-bf16",
-            "checkpointing": self.recompute or values["checkpointing"],
+            "checkpointing": self.recompute or given["checkpointing"],
             "virtual_stages": self.virtual_pipeline,
         }
 

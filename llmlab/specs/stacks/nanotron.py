@@ -65,7 +65,7 @@ class Nanotron(StackOptions):
         """True if gradients are accumulated in 16 bits (src/nanotron/trainer.py, make_ddp)."""
         return not self.accumulate_grad_in_fp32
 
-    def sets(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Set bf16 weights with an fp32 copy, which the optimizer updates, and flash-attn's kernels, which its layers
         import."""
         return {"precision": "mixed-bf16", "attention": "flash"}

@@ -174,15 +174,14 @@ class StackOptions(Spec):
         stack: Any = type(self)
         self._check_choices(**_choices(stack))
 
-    def check_run(self, values: Mapping[str, Any]) -> None:
-        """Raise SpecError if an option contradicts the run's fields `values`."""
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError if an option contradicts the run's fields `given`."""
 
     def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
         """Raise SpecError if the stack cannot train `spec`; `stages` are the numbers of layers per stage."""
 
-    def sets(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of Training's fields that the stack sets unless they were given; `values` are all
-        fields."""
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of Training's fields that the stack sets unless they were given; `given` are all fields."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:

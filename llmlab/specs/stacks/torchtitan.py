@@ -106,23 +106,23 @@ class Torchtitan(StackOptions):
         self._check_counts("every")
         super().__post_init__()
 
-    def check_run(self, values: Mapping[str, Any]) -> None:
+    def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for DDP, for a precision that torchtitan does not support with these degrees (see `sets`),
         for tensor parallelism without sequence parallelism, and for 1F1B with fewer micro-batches than stages, which
         torch refuses (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
-        pp, accumulation, precision = values["pp"], values["accumulation"], values["precision"]
-        if values["zero"] == 0 and values["dp"] * values["cp"] > 1:
-            raise SpecError(f"zero=0 with dp={values['dp']}, cp={values['cp']}: torchtitan is described with FSDP2 "
+        pp, accumulation, precision = given["pp"], given["accumulation"], given["precision"]
+        if given["zero"] == 0 and given["dp"] * given["cp"] > 1:
+            raise SpecError(f"zero=0 with dp={given['dp']}, cp={given['cp']}: torchtitan is described with FSDP2 "
                             "over these ranks, not with DDP; leave zero out, or give another stack")  # fmt: skip
-        if precision != (supported := _halves(values)):
-            degrees = ", ".join(f"{name}={values[name]}" for name in ("dp", "cp", "tp", "pp"))
+        if precision != (supported := _halves(given)):
+            degrees = ", ".join(f"{name}={given[name]}" for name in ("dp", "cp", "tp", "pp"))
             raise SpecError(f"precision={precision!r} with {degrees}: torchtitan computes in halves by FSDP2 where dp "
                             "or cp shards, by autocast on one device, and not with tp or pp alone; give "
                             f"precision={supported!r}")  # fmt: skip
-        if values["tp"] > 1 and not values["sequence_parallel"]:
-            raise SpecError(f"sequence_parallel=False with tp={values['tp']}: torchtitan's tensor parallelism divides "
+        if given["tp"] > 1 and not given["sequence_parallel"]:
+            raise SpecError(f"sequence_parallel=False with tp={given['tp']}: torchtitan's tensor parallelism divides "
                             "norms too; give sequence_parallel=True, or another stack")  # fmt: skip
-        if pp > accumulation and values["schedule"] == "1f1b":
+        if pp > accumulation and given["schedule"] == "1f1b":
             raise SpecError(f"accumulation={accumulation} with pp={pp}: torch's 1F1B takes at least as many "
                             f"micro-batches as stages; give accumulation={pp}, or schedule='gpipe'")  # fmt: skip
 
@@ -141,23 +141,23 @@ class Torchtitan(StackOptions):
                             f"model has {spec.kv_heads} (models/llama3/model/model.py, Attention); give a tp that "
                             "divides them, or another stack")  # fmt: skip
 
-    def sets(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Set bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
         maybe_enable_amp); and fp32 with only tensor or pipeline parallelism. Also set checkpointing, the ZeRO stage of
         FSDP2's policy, and sequence parallelism."""
-        sharded = values["dp"] * values["cp"] > 1
-        never = {"never": True, "default": values["pp"] > 1}.get(self.reshard_after_forward, False)
+        sharded = given["dp"] * given["cp"] > 1
+        never = {"never": True, "default": given["pp"] > 1}.get(self.reshard_after_forward, False)
         modes = {None: "selective", "none": None, "full": "full"}
         return {
-            "precision": _halves(values),
+            "precision": _halves(given),
             "checkpointing": modes.get(self.ac, "selective"),
             "zero": (2 if never else 3) if sharded else 0,
-            "sequence_parallel": values["tp"] > 1,
+            "sequence_parallel": given["tp"] > 1,
         }
 
 
-def _halves(values: Mapping[str, Any]) -> str:
-    """Return the precision that torchtitan supports with the degrees in `values`."""
-    if values["dp"] * values["cp"] > 1:
+def _halves(given: Mapping[str, Any]) -> str:
+    """Return the precision that torchtitan supports with the degrees in `given`."""
+    if given["dp"] * given["cp"] > 1:
         return "mixed-bf16"
-    return "autocast-bf16" if values["tp"] * values["pp"] == 1 else "fp32"
+    return "autocast-bf16" if given["tp"] * given["pp"] == 1 else "fp32"

@@ -94,10 +94,10 @@ class Torchtune(StackOptions):
         """Whether FSDP2 keeps the head gathered from the forward to the backward pass."""
         return not self.fsdp_reshard_after_forward
 
-    def sets(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Set bf16 for everything, the recomputation and the optimizer of the configurations, and FSDP2 on several
         devices."""
-        sharded, full = values["dp"] > 1, values["lora"] is None
+        sharded, full = given["dp"] > 1, given["lora"] is None
         recomputes = self.enable_activation_checkpointing
         if recomputes is None:
             recomputes = full or not sharded
@@ -109,16 +109,16 @@ class Torchtune(StackOptions):
             "zero": (3 if self.fsdp_reshard_after_forward else 2) if sharded else 0,
         }
 
-    def check_run(self, values: Mapping[str, Any]) -> None:
-        """Raise SpecError if an option contradicts the run's fields `values`."""
-        if self.optimizer_in_bwd and values["accumulation"] > 1:
-            option = f"accumulation={values['accumulation']} with Torchtune(optimizer_in_bwd=True)"
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError if an option contradicts the run's fields `given`."""
+        if self.optimizer_in_bwd and given["accumulation"] > 1:
+            option = f"accumulation={given['accumulation']} with Torchtune(optimizer_in_bwd=True)"
             raise SpecError(f"{option}: each gradient is freed at once and cannot accumulate; give accumulation=1 or "
                             "leave it out")  # fmt: skip
-        if self.optimizer_in_bwd and values["lora"]:
+        if self.optimizer_in_bwd and given["lora"]:
             raise SpecError("lora with Torchtune(optimizer_in_bwd=True): the LoRA recipes have no such option; leave "
                             "it out")  # fmt: skip
-        if self.enable_activation_offloading and values["checkpointing"] is None:
+        if self.enable_activation_offloading and given["checkpointing"] is None:
             raise SpecError("enable_activation_offloading=True without checkpointing: torchtune offloads the "
                             "activations that a recomputed block keeps; give "
                             "enable_activation_checkpointing=True")  # fmt: skip
