@@ -1,4 +1,4 @@
-"""Cards, links, nodes and this machine: tables with sources, read without torch."""
+"""GPUs, links, nodes and this machine: tables with sources, read without torch."""
 
 from .gpu import GPU, gpu, gpus
 

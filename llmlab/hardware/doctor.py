@@ -14,7 +14,7 @@ from .this_machine import Host, host, installed
 
 @dataclass(frozen=True)
 class Chapter:
-    """Whether one chapter runs live here; `note` says at which scale, or what to do so that it does."""
+    """Whether one chapter runs live here; `note` names the scale, or says what is missing."""
 
     name: str
     runs: bool
@@ -23,7 +23,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Doctor(Tabular):
-    """The machine, the scale that its pages run at, and the chapters."""
+    """The machine, the scale at which pages run on it, and the chapters."""
 
     host: Host
     scale: Scale
@@ -31,45 +31,46 @@ class Doctor(Tabular):
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of the table: a label and a value."""
-        here = self.host
-        rows = [("device", f"{here.name} × {here.count}" if here.count > 1 else here.name)]
-        rows.append(("device memory" if here.device == "cuda" else "memory", show_bytes(here.memory)))
-        if here.device == "cuda":
-            rows.append(("in the GPU table", here.gpu.name if here.gpu else "no; estimates need a GPU by name"))
-            capability = ".".join(map(str, here.compute_capability or ())) or "–"
+        host = self.host
+        rows = [("device", f"{host.name} × {host.count}" if host.count > 1 else host.name)]
+        rows.append(("device memory" if host.device == "cuda" else "memory", show_bytes(host.memory)))
+        if host.device == "cuda":
+            rows.append(("in the GPU table", host.gpu.name if host.gpu else "no; estimates need a GPU by name"))
+            capability = ".".join(map(str, host.compute_capability or ())) or "–"
             rows.append(("compute capability", capability))
-            rows.append(("bf16", "yes" if here.supports_bf16 else "no: use autocast-fp16"))
-            rows.append(("FlashAttention-2", "yes" if here.supports_flash_attention_2 else "no: use attention='sdpa'"))
-            rows.append(("driver", here.driver or "–"))
-        rows.append(("CPU", f"{here.cpu}, {here.cores} core{'s' * (here.cores != 1)}"))
-        rows.append(("python", here.python))
-        rows += list(here.versions.items())
-        if "torch" not in here.versions:
+            rows.append(("bf16", "yes" if host.supports_bf16 else "no: use autocast-fp16"))
+            rows.append(("FlashAttention-2", "yes" if host.supports_flash_attention_2 else "no: use attention='sdpa'"))
+            rows.append(("driver", host.driver or "–"))
+        rows.append(("CPU", f"{host.cpu}, {host.cores} core{'s' * (host.cores != 1)}"))
+        rows.append(("python", host.python))
+        rows += list(host.versions.items())
+        if "torch" not in host.versions:
             rows.append(("torch", "not installed: estimates work, measurements do not; pip install 'llmlab[torch]'"))
         rows.append(("scale", str(self.scale).removeprefix("scale ")))
         rows += [(f"chapter {c.name}", f"{'runs' if c.runs else 'does not run'}: {c.note}") for c in self.chapters]
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values; the card by its name."""
-        here = {**asdict(self.host), "gpu": self.host.gpu.name if self.host.gpu else None}
-        here["supports_bf16"] = self.host.supports_bf16
-        here["supports_flash_attention_2"] = self.host.supports_flash_attention_2
-        return {"host": here, "scale": asdict(self.scale), "chapters": [asdict(chapter) for chapter in self.chapters]}
+        """Return JSON-ready values; the GPU is given by its name."""
+        host = {**asdict(self.host), "gpu": self.host.gpu.name if self.host.gpu else None}
+        host["supports_bf16"] = self.host.supports_bf16
+        host["supports_flash_attention_2"] = self.host.supports_flash_attention_2
+        return {"host": host, "scale": asdict(self.scale), "chapters": [asdict(chapter) for chapter in self.chapters]}
 
     def _table(self) -> Table:
         return Table(("", ""), self.rows(), words=(0, 1))
 
 
 def doctor() -> Doctor:
-    """Return what this machine has and what each chapter can run on it. Same errors as `host` and `scale`."""
+    """Return the properties of this machine, and whether each chapter runs on it. Same errors as `host` and `scale`."""
     chosen = scale()
     return Doctor(host(), chosen, tuple(chapter(entry, chosen) for entry in read_table("chapters.toml")["chapter"]))
 
 
 def chapter(needs: dict[str, Any], chosen: Scale) -> Chapter:
     """Return whether a chapter with these needs (an entry of chapters.toml) runs at the scale `chosen`."""
-    missing = [package for package in ("matplotlib", *needs["packages"]) if not installed(package)]  # all draw
+    # Every chapter draws figures.
+    missing = [package for package in ("matplotlib", *needs["packages"]) if not installed(package)]
     if missing:
         note = f"needs {', '.join(missing)}; pip install 'llmlab[plot,{needs['extra']}]'"
         return Chapter(needs["name"], False, note)

@@ -1,11 +1,12 @@
-"""How long single kernels take on a card, as measured by others: matrix products, attention, NCCL's collectives.
+"""Published times of single kernels on a GPU: matmuls, attention, NCCL's collectives.
 
-One file per card lies in kernels/, distilled by tools/import_kernels.py from the tables in NVIDIA's aiconfigurator-core
-(Apache-2.0). A figure between measured points is interpolated; one beyond them is not measured, and the answer says so.
+The folder kernels/ contains one file per GPU, which tools/import_kernels.py extracts from the tables in NVIDIA's
+aiconfigurator-core (Apache-2.0). Times between measured points are interpolated. Times beyond them are extrapolated,
+and marked with `inside=False`.
 
     >>> table = kernel_table("A100-80GB")
-    >>> found = table.matmul(8192, 8192, 8192, "bf16")
-    >>> 200e12 < 2 * 8192**3 / found.seconds < 312e12, found.inside
+    >>> time = table.matmul(8192, 8192, 8192, "bf16")
+    >>> 200e12 < 2 * 8192**3 / time.seconds < 312e12, time.inside
     (True, True)
 """
 
@@ -23,17 +24,18 @@ from typing import Any, NamedTuple
 from ..base.errors import SpecError
 
 FOLDER = Path(__file__).with_name("kernels")
-UNIT = 64  # a stored value is round(64 · log2(nanoseconds)): within 0.55 % of the figure
+UNIT = 64  # a stored value is round(64 · log2(nanoseconds)), within 0.55 % of the measured time
 SCHEMA = 1
-GENERAL = ("matmuls", "attentions", "collectives")  # the families of kernels/; those of engine_kernels/ come after
-# The power of each axis with which a kernel's work grows: of (m, n, k), (head size, length, heads), (ranks, bytes),
-# (head size, sequences · kv heads, length), and for latents (heads, sequences, length) and (heads, length).
+GENERAL = ("matmuls", "attentions", "collectives")  # the families in kernels/; engine_kernels/ has further ones
+# For each family, the powers of its axes with which a kernel's work grows. The axes are (m, n, k), (head size, length,
+# heads), (ranks, bytes), (head size, sequences · kv heads, length), and for latent attention (heads, sequences, length)
+# and (heads, length).
 WORK = {"matmuls": (1, 1, 1), "attentions": (1, 2, 1), "collectives": (0, 1), "decode_attentions": (1, 1, 1),
         "latent_decode": (0, 1, 1), "latent_prefill": (1, 2)}  # fmt: skip
 
 
 class KernelTime(NamedTuple):
-    """Seconds of one kernel; `inside` says whether all measured points around it exist."""
+    """Seconds of one kernel; `inside` says whether it lies between measured points."""
 
     seconds: float
     inside: bool
@@ -59,12 +61,12 @@ class Grid:
         return tuple(tuple(map(log2, axis)) for axis in self.axes)
 
     def contains(self, point: Sequence[float]) -> bool:
-        """Return whether `point` lies between measured ones."""
+        """Return whether `point` lies between measured points."""
         return all([axis[0] <= x <= axis[-1] for axis, x in zip(self.axes, point, strict=True)])
 
     def nanoseconds(self, point: Sequence[float]) -> float:
-        """Return the time at `point`, linear in the logarithms; beyond an axis that of its end."""
-        spots = [(0, 1.0)]  # places in `values`, and their weights
+        """Return the time at `point`, interpolated linearly in logarithms; beyond an axis, the time at its end."""
+        corners = [(0, 1.0)]  # indices into `values`, and their weights
         for axis, logs, x in zip(self.axes, self._logs, point, strict=True):
             count = len(axis)
             if x <= axis[0]:
@@ -74,21 +76,21 @@ class Grid:
             else:
                 low = bisect_right(axis, x) - 1
                 upper = (log2(x) - logs[low]) / (logs[low + 1] - logs[low])
-            found = [(place * count + low, weight * (1 - upper)) for place, weight in spots]
+            next_corners = [(index * count + low, weight * (1 - upper)) for index, weight in corners]
             if upper:
-                found += [(place * count + low + 1, weight * upper) for place, weight in spots]
-            spots = found
-        total = sum([weight * self.values[place] for place, weight in spots])
+                next_corners += [(index * count + low + 1, weight * upper) for index, weight in corners]
+            corners = next_corners
+        total = sum([weight * self.values[index] for index, weight in corners])
         return float(2 ** (total / UNIT))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A grid of kernel times. `measured_by`: frameworks and versions; `kernel`: its name, where there are several.
+    """A grid of kernel times. `measured_by` lists frameworks and versions, and `kernel` names one of several kernels.
 
-    `tile`: (rows, columns) of a product's blocks, where its time follows whole waves of them; the grid is then of the
-    time per wave. `left_out`: what interpolation was off by on `points` measured points that the grid leaves out, as
-    fractions of the time, the `median` and the 90th percentile, `p90`.
+    `tile` is the (rows, columns) of a matmul's blocks if its time is proportional to whole waves of blocks. The grid
+    then holds the time without that rounding. `left_out` describes the error of interpolation on `points` measured
+    points that are not in the grid: the `median` and the 90th percentile, `p90`, as fractions of the time.
     """
 
     grid: Grid
@@ -98,13 +100,13 @@ class Measured:
     left_out: Mapping[str, float] = field(default_factory=dict)
 
 
-# A card whose FlashAttention 2 was measured at several head sizes: others are as much faster or slower at them.
+# FlashAttention 2 was measured at several head sizes on this GPU, and we assume the same ratios on others.
 SIZED = "L40S"
 
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The measured kernels of one card: products by dtype, causal attention in bf16, collectives by operation."""
+    """The measured kernels of one GPU: matmuls by dtype, causal attention in bf16, collectives by operation."""
 
     gpu: str
     device: str
@@ -115,10 +117,10 @@ class KernelTable:
     collectives: Mapping[str, Measured]
 
     def matmul(self, m: int, n: int, k: int, dtype: str = "bf16") -> KernelTime | None:
-        """Return the time of (m, k) · (k, n); None where `dtype` was not measured. fp16 takes bf16's time.
+        """Return the time of (m, k) · (k, n); None if `dtype` was not measured. fp16 uses the times of bf16.
 
-        In bf16 what was measured only transposed, (n, k) · (k, m), takes as long: a few percent apart where both were.
-        In fp8 it does not: the first matrix is cast within the time.
+        In bf16, a shape that was measured only as (n, k) · (k, m) uses that time; where both were measured, they differ
+        by a few percent. In fp8 they differ, because the time includes the cast of the first matrix.
         """
         kind = "bf16" if dtype == "fp16" else dtype
         measured = self.matmuls.get(kind)
@@ -127,26 +129,26 @@ class KernelTable:
         sizes = m, n, k
         if kind == "bf16" and not measured.grid.contains(sizes) and measured.grid.contains((n, m, k)):
             sizes = n, m, k
-        found = timed(measured.grid, sizes, WORK["matmuls"])
-        return found._replace(seconds=found.seconds * padding(sizes, measured.tile, self.sms))
+        time = timed(measured.grid, sizes, WORK["matmuls"])
+        return time._replace(seconds=time.seconds * padding(sizes, measured.tile, self.sms))
 
     def attention(self, batch: int, heads: int, length: int, head_size: int) -> KernelTime | None:
-        """Return the time of the forward pass of causal attention in bf16; None where none was measured."""
+        """Return the time of the forward pass of causal attention in bf16; None if it was not measured."""
         if (measured := self.attentions.get("bf16")) is None:
             return None
-        sizes, rest = measured.grid.axes[0], (length, batch * heads)
+        sizes, batch_sizes = measured.grid.axes[0], (length, batch * heads)
         if len(sizes) == 1 and head_size != sizes[0] and (other := kernel_table(SIZED)):
-            at, like = (other.attention(batch, heads, length, size) for size in (head_size, sizes[0]))
-            assert at and like
-            there = timed(measured.grid, (sizes[0], *rest), WORK["attentions"])
-            return KernelTime(there.seconds * at.seconds / like.seconds, False)
-        return timed(measured.grid, (head_size, *rest), WORK["attentions"])
+            other_time, other_base = (other.attention(batch, heads, length, size) for size in (head_size, sizes[0]))
+            assert other_time and other_base
+            own = timed(measured.grid, (sizes[0], *batch_sizes), WORK["attentions"])
+            return KernelTime(own.seconds * other_time.seconds / other_base.seconds, False)
+        return timed(measured.grid, (head_size, *batch_sizes), WORK["attentions"])
 
     def collective(self, operation: str, size: int, ranks: int) -> KernelTime | None:
         """Return the time of "all-reduce", "all-gather", "reduce-scatter" or "all-to-all" inside a node.
 
-        `size` is the bytes of the whole buffer: for all-gather the gathered one. None where the operation or so many
-        ranks were not measured.
+        `size` is the bytes of the whole buffer, for all-gather those of the gathered buffer. None if the operation or
+        the number of ranks was not measured.
         """
         measured = self.collectives.get(operation)
         if measured is None or ranks > measured.grid.axes[0][-1]:
@@ -155,9 +157,9 @@ class KernelTable:
 
 
 def padding(point: Sequence[float], tile: Sequence[int] | None, sms: int) -> float:
-    """Return by how much a product's tiles, in whole waves over the multiprocessors, exceed its size; 1 without tiles.
+    """Return the ratio of the tiles in whole waves over all multiprocessors to the matmul's size; 1 without tiles.
 
-    A kernel with one block per tile needs as many waves as there are blocks over multiprocessors, rounded up.
+    A kernel with one block per tile needs ceil(blocks / multiprocessors) waves.
     """
     if tile is None:
         return 1.0
@@ -166,17 +168,17 @@ def padding(point: Sequence[float], tile: Sequence[int] | None, sms: int) -> flo
 
 
 def timed(grid: Grid, point: tuple[int, ...], powers: tuple[int, ...]) -> KernelTime:
-    """Return the time at `point`: beyond an axis' end it grows as the work does, by that power of the axis."""
+    """Return the time at `point`. Beyond the end of an axis it grows like the work, with that power of the axis."""
     sides = zip(point, grid.axes, powers, strict=True)
-    grown = prod([(x / axis[-1]) ** power for x, axis, power in sides if x > axis[-1]])
-    return KernelTime(1e-9 * grid.nanoseconds(point) * grown, grid.contains(point))
+    growth = prod([(x / axis[-1]) ** power for x, axis, power in sides if x > axis[-1]])
+    return KernelTime(1e-9 * grid.nanoseconds(point) * growth, grid.contains(point))
 
 
 @cache
 def kernel_table(gpu: str) -> KernelTable | None:
-    """Return the measured kernels of the card that the GPU table calls `gpu`; None where nobody measured it.
+    """Return the measured kernels of `gpu`, a name in the GPU table; None if it was not measured.
 
-    Raises SpecError for a file that is not what `tools/import_kernels.py` writes.
+    Raises SpecError for a file that tools/import_kernels.py did not write.
     """
     path = FOLDER / f"{gpu}.json"
     if not path.is_file():

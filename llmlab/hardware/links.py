@@ -18,9 +18,9 @@ from ..base.errors import NotAvailable, SpecError, check_counts
 from .gpu import GPU, gpu
 from .tables import named, read_table, values_of
 
-GPUS_PER_NODE = 8  # NVIDIA's DGX and HGX, with one InfiniBand adapter for each GPU; the caller describes other nodes
-GIVEN = "given"  # the source of a rate that is one's own
-SWITCHED = (GPUS_PER_NODE, 72)  # GPUs of nodes whose switches join all: HGX, and the racks called NVL72
+GPUS_PER_NODE = 8  # NVIDIA's DGX and HGX, with one InfiniBand adapter per GPU; callers describe other nodes
+GIVEN = "given"  # the source of a rate that the user passed
+SWITCHED = (GPUS_PER_NODE, 72)  # number of GPUs that switches connect: HGX nodes, and NVL72 racks
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Link:
     """One class of link. `kind`: "nvlink", "pcie" or "network".
 
     `bandwidth`: bytes/s in one direction, from the data sheet; `reached`: the same, measured with large messages.
-    `switched`: bus bandwidth of an all-reduce over a whole node whose switches add up the values, None where they do
-    not. `step`, `tree_step`: seconds that any message takes to the next rank of a ring, or of a tree. `waited`: seconds
-    more for each node of a ring, where the next kernel waits for the message. `nodes_of`: the architectures whose usual
-    nodes it connects.
+    `switched`: bus bandwidth of an all-reduce over a whole node whose switches add up the values, or None if they do
+    not. `step`, `tree_step`: latency in seconds of a message to the next rank of a ring, or of a tree. `waited`:
+    additional seconds for each node of a ring if the next kernel waits for the message. `nodes_of`: the architectures
+    whose usual nodes it connects.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Link:
     switched: float | None = None
     waited: float = 0.0
 
-    def __hash__(self) -> int:  # of few fields: an estimate looks links up in several caches
+    def __hash__(self) -> int:  # few fields, because an estimate looks up links in several caches
         return hash((self.name, self.reached))
 
 
@@ -55,8 +55,8 @@ class Link:
 class Group:
     """Ranks that communicate: `per_node` of them in each of `nodes` nodes.
 
-    `inside`, `across`: the links within a node and between nodes (None in one node). `adapters`: how many network
-    adapters of a node serve this group while all groups of its kind communicate at once; it can be a fraction.
+    `inside`, `across`: the links within a node and between nodes (None for one node). `adapters`: the number of network
+    adapters of a node for this group while all groups of its kind communicate at the same time; it can be a fraction.
     """
 
     ranks: int
@@ -65,7 +65,7 @@ class Group:
     across: Link | None = None
     adapters: float = 1.0
 
-    def __hash__(self) -> int:  # as that of links
+    def __hash__(self) -> int:  # few fields, as for links
         return hash((self.ranks, self.per_node, self.inside.reached, self.adapters))
 
     @property
@@ -74,7 +74,7 @@ class Group:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s that a rank passes on, in rings over all ranks: what nccl-tests call bus bandwidth.
+        """Bytes/s that a rank passes on, in rings over all ranks: the bus bandwidth of nccl-tests.
 
         Each adapter of a node ends one ring, and all rings run through all GPUs of the node.
         """
@@ -85,9 +85,10 @@ class Group:
 
     @property
     def switched(self) -> float | None:
-        """Bus bandwidth, in bytes/s, of an all-reduce whose sums the node's switches compute; None where ranks do.
+        """Bus bandwidth, in bytes/s, of an all-reduce whose sums the switches compute; None if the ranks compute them.
 
-        Ranks do where the switches cannot, between nodes, and among fewer than all GPUs of a node: no gain there.
+        The ranks compute them if the switches cannot, between nodes, and in groups of fewer than all GPUs of a node,
+        where switches bring no gain.
         """
         return self.inside.switched if self.across is None and self.ranks in SWITCHED else None
 
@@ -96,7 +97,7 @@ class Group:
 class Cluster:
     """Nodes of `gpus` GPUs, connected by `inside`, each with `adapters` network adapters.
 
-    `across` connects the nodes; None is a single node.
+    `across` connects the nodes; None means a single node.
     """
 
     inside: Link
@@ -107,17 +108,18 @@ class Cluster:
     def group(self, ranks: int, stride: int = 1) -> Group:
         """Return the group of `ranks` ranks, each `stride` devices from the next.
 
-        Tensor-parallel ranks are neighbours, stride 1; data-parallel ones are tp devices apart. Raises NotAvailable
-        where they are on several nodes that nothing connects.
+        Tensor-parallel ranks are neighbours, stride 1; data-parallel ranks are tp devices apart. Raises NotAvailable
+        if they are on several nodes without a network.
         """
         return _group(self, ranks, stride)
 
     def reaching(self, rate: float) -> Cluster:
-        """Return these nodes with GPUs that pass on `rate` bytes/s to one another, whatever was measured elsewhere."""
+        """Return these nodes with a measured `rate`, in bytes/s, between their GPUs, which replaces that of the
+        tables."""
         return _reaching(self, rate)
 
 
-@lru_cache(maxsize=1024, typed=True)  # an estimate asks for the same groups of the same nodes again and again
+@lru_cache(maxsize=1024, typed=True)  # an estimate needs the same groups many times
 def _group(nodes: Cluster, ranks: int, stride: int) -> Group:
     check_counts(ranks=ranks, stride=stride)
     per_node = min(ranks, max(1, nodes.gpus // stride))
@@ -143,16 +145,17 @@ def cluster(
     reached: float | None = None,
     reached_across: float | None = None,
 ) -> Cluster:
-    """Return nodes of `gpus` such cards, connected by `network`, with `adapters` network adapters in each node.
+    """Return nodes of `gpus` GPUs of the kind `card`, connected by `network`, with `adapters` network adapters per
+    node.
 
-    Without `gpus` a node has as many as the maker's has: 72 of a GB200 or GB300, else 8. Without a network it is the
-    card's usual one, or none where there is no usual one: then there is one node. Without `adapters` there is one for
-    each GPU; without `inside`, what connects the GPUs of a node, it is the card's own. `nvls` False lets ranks add
-    where switches could (NCCL_NVLS_ENABLE=0). `reached`, in bytes/s, is what nccl-tests measure in such a node of one's
-    own, the bus bandwidth of large messages over all its GPUs: it stands for all that the tables have. Nodes that PCIe
-    alone joins differ so much (`pcie_rates`) that it is worth measuring. `reached_across` is the bus bandwidth of an
-    all-reduce over all GPUs of several nodes.
-    Raises UnknownName for a card or link that is not in the tables, NotAvailable for a card whose link is not, and
+    By default a node has as many GPUs as the vendor's node: 72 GB200 or GB300, else 8. The default network is the usual
+    one of the GPU; if there is none, the cluster is a single node. By default there is one adapter per GPU, and
+    `inside`, the link between the GPUs of a node, is that of the GPU. With `nvls=False`, ranks compute the sums that
+    switches could compute (NCCL_NVLS_ENABLE=0). `reached`, in bytes/s, is the bus bandwidth that nccl-tests report on
+    your own node for large messages over all its GPUs, and replaces the rates of the tables. Nodes with PCIe alone
+    differ so much (`pcie_rates`) that measuring is worthwhile. `reached_across` is the bus bandwidth of an all-reduce
+    over all GPUs of several nodes.
+    Raises UnknownName for a GPU or link that is not in the tables, NotAvailable for a GPU whose link is unknown, and
     SpecError for a rate that is not above 0.
 
     >>> cluster("T4", "Ethernet-25", gpus=4).inside.name, cluster("H100").across.name
@@ -161,8 +164,8 @@ def cluster(
     gpus = gpu(card).node_gpus if gpus is None else gpus
     adapters = gpus if adapters is None else adapters
     check_counts(gpus=gpus, adapters=adapters)
-    between = _usual_network(card) if network is None else _of_kind(network, "network", across=True)
-    within = node_link(card) if inside is None else _of_kind(inside, "link", across=False)
+    between = _usual_network(card) if network is None else _checked_link(network, "network", across=True)
+    within = node_link(card) if inside is None else _checked_link(inside, "link", across=False)
     if not nvls:
         within = replace(within, switched=None)
     for name, rate in (("reached", reached), ("reached_across", reached_across)):
@@ -177,8 +180,8 @@ def cluster(
 
 
 class Rates(NamedTuple):
-    """Bytes/s that a rank passes on in published nodes: one in ten is slower than `slow`, one in ten faster than
-    `fast`. `nodes`: how many there are."""
+    """Bytes/s that a rank passes on in published nodes: one in ten is slower than `slow`, and one in ten faster than
+    `fast`. `nodes` is the number of nodes."""
 
     slow: float
     median: float
@@ -188,12 +191,12 @@ class Rates(NamedTuple):
 
 @cache
 def pcie_rates(inside: Link, ranks: int, peer_access: bool) -> Rates | None:
-    """Return what `ranks` GPUs of a node that PCIe joins reach at a time, with `peer_access` to one another's memory or
-    without; None for other links, and for one whose `reached` is one's own.
+    """Return the rates of `ranks` GPUs in a node with PCIe, with or without `peer_access` to each other's memory; None
+    for other links, and for a link whose `reached` was given by the user.
 
-    Of each node of pcie_nodes.toml with the same access counts the measurement of the number of ranks that is nearest,
-    as a share of its slots' bandwidth: generations differ less than hosts. A slot of fewer lanes is `inside`'s, and
-    limits what the host could.
+    Each node of pcie_nodes.toml with the same access contributes the measurement with the nearest number of ranks, as a
+    share of the bandwidth of its slots, because generations differ less than hosts. If `inside` is a slot with fewer
+    lanes, its rate limits that of the host.
 
     >>> rates = pcie_rates(link("PCIe-4"), 8, peer_access=True)
     >>> rates.slow < 12e9 < rates.median < rates.fast < 31.5e9
@@ -208,48 +211,48 @@ def pcie_rates(inside: Link, ranks: int, peer_access: bool) -> Rates | None:
             nearest = min(measured, key=lambda count: (abs(log(count / ranks)), count))
             shares.append(measured[nearest] * 1e9 / link(node["link"]).bandwidth)
     tenths = quantiles(shares, n=10)
-    among = max(tenths[0], min(shares)), tenths[4], min(tenths[8], max(shares))
+    typical = max(tenths[0], min(shares)), tenths[4], min(tenths[8], max(shares))
     whole = link(inside.name.partition("-x")[0])
-    most = inside.bandwidth if inside == whole else inside.reached
-    slow, middle, fast = (min(share * whole.bandwidth, most) for share in among)
+    limit = inside.bandwidth if inside == whole else inside.reached
+    slow, middle, fast = (min(share * whole.bandwidth, limit) for share in typical)
     return Rates(slow, middle, fast, len(shares))
 
 
 def _usual_network(card: GPU | str) -> Link | None:
-    """Return what connects the nodes that the card's maker sells, None where there are none."""
-    found = gpu(card)
-    if node_link(found).kind != "nvlink":
+    """Return the network between the nodes that the vendor of the GPU sells; None if it sells none."""
+    device = gpu(card)
+    if node_link(device).kind != "nvlink":
         return None
-    return next((each for each in links().values() if found.architecture in each.nodes_of), None)
+    return next((network for network in links().values() if device.architecture in network.nodes_of), None)
 
 
-def _of_kind(given: Link | str, what: str, across: bool) -> Link:
-    """Return the link `given`, by its name too; SpecError where it does not connect nodes (`across`), or GPUs."""
-    found = link(given) if isinstance(given, str) else given
-    if (found.kind == "network") != across:
-        fitting = ", ".join(each.name for each in links().values() if (each.kind == "network") == across)
+def _checked_link(name: Link | str, argument: str, across: bool) -> Link:
+    """Return the link `name`; raise SpecError if it does not connect nodes (for `across`) or GPUs."""
+    chosen = link(name) if isinstance(name, str) else name
+    if (chosen.kind == "network") != across:
+        fitting = ", ".join(other.name for other in links().values() if (other.kind == "network") == across)
         connects = "nodes" if across else "the GPUs of a node"
-        raise SpecError(f"{what}={found.name} does not connect {connects}; give one of {fitting}")
-    return found
+        raise SpecError(f"{argument}={chosen.name} does not connect {connects}; give one of {fitting}")
+    return chosen
 
 
 @cache
 def node_link(card: GPU | str) -> Link:
-    """Return what connects such cards inside a node: NVLink with the card's bandwidth, else its PCIe.
+    """Return the link between such GPUs inside a node: NVLink with the GPU's bandwidth, else its PCIe.
 
-    NVLink on a GeForce card, a PCIe board, as the A30 and A40 are, or an NVL is a bridge between two; a ring of more
-    goes through PCIe.
+    On GeForce GPUs, on PCIe boards such as the A30 and A40, and on NVL boards, NVLink is a bridge between two GPUs, so
+    a ring of more than two uses PCIe.
     """
-    found = gpu(card)
-    bridge = found.name.endswith(("PCIe", "NVL")) or found.name.startswith(("RTX", "A30", "A40"))
-    for each in links().values():
-        if found.nvlink and not bridge and found.architecture in each.architectures:
-            share = found.nvlink / each.bandwidth  # an H800 has 8 of an H100's 18 links
-            switched = each.switched and each.switched * share
-            return replace(each, bandwidth=found.nvlink, reached=each.reached * share, switched=switched)
-        if (bridge or not found.nvlink) and each.kind == "pcie" and each.bandwidth == found.pcie:
-            return each
-    raise NotAvailable(f"no link is known for {found.name}; name one with --link (in Python build a Cluster from a "
+    device = gpu(card)
+    bridge = device.name.endswith(("PCIe", "NVL")) or device.name.startswith(("RTX", "A30", "A40"))
+    for entry in links().values():
+        if device.nvlink and not bridge and device.architecture in entry.architectures:
+            share = device.nvlink / entry.bandwidth  # an H800 has 8 of an H100's 18 links
+            switched = entry.switched and entry.switched * share
+            return replace(entry, bandwidth=device.nvlink, reached=entry.reached * share, switched=switched)
+        if (bridge or not device.nvlink) and entry.kind == "pcie" and entry.bandwidth == device.pcie:
+            return entry
+    raise NotAvailable(f"no link is known for {device.name}; name one with --link (in Python build a Cluster from a "
                        "Link)")  # fmt: skip
 
 
@@ -261,10 +264,10 @@ def links() -> dict[str, Link]:
 
 
 def link(name: str) -> Link:
-    """Return the link called `name`; case does not count. Raises UnknownName with the nearest ones."""
+    """Return the link called `name`; case is ignored. Raises UnknownName with the nearest names."""
     return named("link", name, links())
 
 
 def base_seconds() -> float:
-    """Return the seconds that a collective takes before its first step."""
+    """Return the seconds of a collective before its first step."""
     return read_table("links.toml")["base_us"] * 1e-6

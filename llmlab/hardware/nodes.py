@@ -1,4 +1,4 @@
-"""The table of hosts: the machines whose memory and drives GPUs offload to.
+"""The table of hosts, to whose memory and drives GPUs can offload.
 
 >>> host_of("A100").name, round(host_of("A100").share / 1e9)
 ('DGX-A100', 51)
@@ -30,13 +30,13 @@ class Host:
 
     @property
     def share(self) -> float:
-        """Bytes/s of memory for each GPU where all do the same work, from the data sheet."""
+        """Bytes/s of host memory per GPU, from the data sheet, while all GPUs do the same work."""
         return self.bandwidth / self.gpus
 
 
 @dataclass(frozen=True)
 class Drive:
-    """All drives of one host together: bytes/s that large asynchronous transfers reach."""
+    """All drives of one host together, with the bytes/s of large asynchronous transfers."""
 
     read: float
     write: float
@@ -51,27 +51,27 @@ def hosts() -> dict[str, Host]:
 
 
 def host(name: str) -> Host:
-    """Return the host called `name`; case does not count. Raises UnknownName with the nearest ones."""
+    """Return the host called `name`; case is ignored. Raises UnknownName with the nearest names."""
     return named("host", name, hosts())
 
 
 def host_of(card: GPU | str) -> Host:
-    """Return the host that such cards are sold in; NotAvailable where the table has none."""
-    found = gpu(card)
-    for each in hosts().values():
-        if found.name in each.cards:
-            return each
-    raise NotAvailable(f"no host is known for {found.name}; build a Host with its figures")
+    """Return the host in which such GPUs are sold; raises NotAvailable if the table has none."""
+    device = gpu(card)
+    for entry in hosts().values():
+        if device.name in entry.cards:
+            return entry
+    raise NotAvailable(f"no host is known for {device.name}; build a Host with its figures")
 
 
 def usual_host(card: GPU | str) -> Host:
-    """Return the host that such cards are sold in, or where the table has none for them one whose GPUs have as much of
-    its memory and bandwidth as in the table's median, without a source."""
+    """Return the host in which such GPUs are sold. If the table has none, return a host without a source, whose memory
+    and bandwidth per GPU are the medians of the table."""
     try:
         return host_of(card)
     except NotAvailable:
         gpus, listed = gpu(card).node_gpus, hosts().values()
-        memory, share = median(each.memory / each.gpus for each in listed), median(each.share for each in listed)
+        memory, share = median(entry.memory / entry.gpus for entry in listed), median(entry.share for entry in listed)
         return Host("a median host", gpus, int(memory * gpus), share * gpus)
 
 
@@ -86,14 +86,14 @@ def adam_share() -> float:
 
 
 def to_host(card: GPU | str, pinned: bool = True) -> float:
-    """Return the bytes/s between a card and its host's memory, in one direction, for pinned or pageable memory.
+    """Return the bytes/s between a GPU and host memory in one direction, for pinned or pageable memory.
 
-    Raises NotAvailable for a card whose PCIe generation is not in the table of links.
+    Raises NotAvailable for a GPU whose PCIe generation is not in the table of links.
     """
-    found = gpu(card)
+    device = gpu(card)
     if not pinned:
         return read_table("nodes.toml")["pageable_gb_s"] * 1e9
-    for each in links().values():
-        if each.kind == "pcie" and each.bandwidth == found.pcie:
-            return each.reached
-    raise NotAvailable(f"no PCIe link is known for {found.name}, and offloading needs one")
+    for entry in links().values():
+        if entry.kind == "pcie" and entry.bandwidth == device.pcie:
+            return entry.reached
+    raise NotAvailable(f"no PCIe link is known for {device.name}, and offloading needs one")

@@ -1,6 +1,6 @@
-"""The TOML tables beside this module: how they are read, how an entry becomes values, and is found by its name.
+"""The TOML tables in this folder: reading them, converting their entries, and finding an entry by name.
 
-A key ends with its unit, and a source says `[document]` for what the table's `[documents]` names once.
+A key ends with its unit. A source may contain `[document]`, which the table's `[documents]` spells out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..base.errors import unknown_name
 from ..base.units import GB, MiB
 
-UNITS: dict[str, Callable[[float], float]] = {  # the ends of keys, longest first, and the value in bytes, s and W
+UNITS: dict[str, Callable[[float], float]] = {  # by suffix of the key, longest first: conversion to bytes, s and W
     "_bytes": lambda value: value,
     "_gb_s": lambda value: value * 1e9,
     "_mib": lambda value: round(value * MiB),
@@ -28,7 +28,7 @@ Entry = TypeVar("Entry")
 
 @cache
 def read_table(name: str) -> dict[str, Any]:
-    """Return the TOML file `name` that lies beside this module; read once, so change nothing in it."""
+    """Return the content of the TOML file `name` in this folder. It is cached, so callers must not change it."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -37,7 +37,7 @@ def read_table(name: str) -> dict[str, Any]:
 
 
 def values_of(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry's values by their keys without the unit, in bytes and seconds; lists as tuples, `source` cited.
+    """Return an entry's values in bytes and seconds, by key without unit; lists become tuples, and `source` is cited.
 
     >>> values_of({"bandwidth_gb_s": 450, "cards": ["T4"]}, {"checked": "2026-11-21"})
     {'checked': '2026-11-21', 'bandwidth': 450000000000.0, 'cards': ('T4',)}
@@ -54,17 +54,17 @@ def values_of(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, A
 
 
 def cited(text: str, documents: Mapping[str, str]) -> str:
-    """Return `text` with each `[name]` written out; raises KeyError for a document the table does not have.
+    """Return `text` with each `[name]` spelled out; raises KeyError for a document that is not in the table.
 
     >>> cited("[ddr], 6 channels", {"ddr": "data sheet"})
     'data sheet, 6 channels'
     """
-    return re.sub(r"\[(\w+)\]", lambda found: documents[found[1]], text)
+    return re.sub(r"\[(\w+)\]", lambda match: documents[match[1]], text)
 
 
 def named(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
-    """Return the entry called `name`; case does not count. Raises UnknownName, of a `kind`, with the nearest ones."""
-    for known, found in entries.items():
-        if known.lower() == str(name).lower():
-            return found
+    """Return the entry called `name`; case is ignored. Raises UnknownName, for this `kind`, with the nearest names."""
+    for key, entry in entries.items():
+        if key.lower() == str(name).lower():
+            return entry
     raise unknown_name(kind, str(name), list(entries), f"The table has {', '.join(entries)}.")

@@ -43,12 +43,12 @@ UNDECIDED = "too close to the limit, and not simulated"
 class NotSimulated(Executor):
     """Answers every simulation immediately with a sentence, for a search by estimates alone, as in a browser."""
 
-    def __init__(self, said: str) -> None:
-        self.said = said
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        answer.set_result(self.said)
+        answer.set_result(self.reason)
         return answer
 
 
@@ -57,29 +57,29 @@ class Confirmation:
     """The candidates confirmed so far: one micro-batch per layout or, with the goal "cheapest", one run per kind and
     number of GPUs. Other candidates wait, in case the first is refuted."""
 
-    found: Iterator[Found]
+    remaining: Iterator[Found]
     by_machines: bool
     candidates: list[Candidate] = field(default_factory=list)
     refuted: list[Training] = field(default_factory=list)
     waiting: list[Found] = field(default_factory=list)
     interrupted: bool = False
 
-    def key(self, of: Candidate | Found) -> Any:
-        run = of.run if not self.by_machines else None
+    def key(self, item: Candidate | Found) -> Any:
+        run = item.run if not self.by_machines else None
         alike: dict[str, Any] = {"micro_batch": 1, "accumulation": run.pp, "sync_each_batch": True} if run else {}
-        return str(of.machines), run and replace(run, **alike)  # interleaving needs a multiple of pp micro-batches
+        return str(item.machines), run and replace(run, **alike)  # interleaving needs a multiple of pp micro-batches
 
     def batch(self) -> list[Found]:
         """Return the candidates to simulate next, as many as are missing."""
         confirmed = set(map(self.key, self.candidates))
         batch: dict[Any, Found] = {}
         waiting, self.waiting = self.waiting, []
-        for each in chain(waiting, self.found):
-            key = self.key(each)
+        for found in chain(waiting, self.remaining):
+            key = self.key(found)
             if key in batch:
-                self.waiting.append(each)
+                self.waiting.append(found)
             elif key not in confirmed:
-                batch[key] = each
+                batch[key] = found
             if len(batch) + len(confirmed) == SHOWN:
                 break
         return list(batch.values())
@@ -96,7 +96,7 @@ class Confirmation:
             self.candidates.append(Candidate(found.run, found.machines, report, answer))
 
 
-def simulated_run(model: dict[str, Any], run: Run, card: GPU | str) -> Report | str:
+def simulated_run(model: dict[str, Any], run: Run, device: GPU | str) -> Report | str:
     """Return the report of a simulation that leaves MARGIN of the GPU free, or a sentence why there is none.
 
     It simulates `shortened(run)`. If that is the eager step of a compiled run, and it runs out of memory or is sure to
@@ -104,38 +104,38 @@ def simulated_run(model: dict[str, Any], run: Run, card: GPU | str) -> Report | 
     """
     from ..simulation.report import simulated
 
-    spec, whole = find_model(model), gpu(card)
+    spec, whole = find_model(model), gpu(device)
     smaller = with_margin(whole)
-    short = itself = run
+    short = exact = run
     if isinstance(run, Training):
-        short, itself = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
+        short, exact = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
     try:
-        if isinstance(short, Training) and short != itself and _surely_over(spec, short, smaller):
-            short = itself
+        if isinstance(short, Training) and short != exact and _surely_over(spec, short, smaller):
+            short = exact
         report = simulated(spec, short, smaller, how_much=False)
-        if short != itself and report.outcome == "out of memory":
-            short = itself
+        if short != exact and report.outcome == "out of memory":
+            short = exact
             report = simulated(spec, short, smaller, how_much=False)
         if report.outcome == "unknown":
             return report.notes[0]
     except NotAvailable as error:
         return str(error)
     eager = "Simulated as an eager step, whose memory is an upper bound of the compiled one's."
-    fused = (Note("simulated-eager", eager),) if short != itself else ()
+    fused = (Note("simulated-eager", eager),) if short != exact else ()
     return replace(
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
     )  # fmt: skip
 
 
-def with_margin(card: GPU) -> GPU:
+def with_margin(device: GPU) -> GPU:
     """Return the GPU without the memory that a plan leaves free."""
-    return replace(card, memory=round(card.memory * (1 - MARGIN)))
+    return replace(device, memory=round(device.memory * (1 - MARGIN)))
 
 
-def _surely_over(spec: ModelSpec, run: Training, card: GPU) -> bool:
+def _surely_over(spec: ModelSpec, run: Training, device: GPU) -> bool:
     try:
-        return fullest(spec, run, card).outcome == "out of memory"
+        return fullest(spec, run, device).outcome == "out of memory"
     except NotAvailable:
         return False
 
@@ -159,28 +159,28 @@ def confirm(search: Search, executor: Executor | None) -> Confirmation:
     question = search.question
     by_machines = question.goal == "cheapest"
     done = Confirmation(_decidable(search, not isinstance(executor, NotSimulated)), by_machines)
-    asked, batch, answers = 0, list[Found](), dict[int, Report | str]()
+    simulations, batch, answers = 0, list[Found](), dict[int, Report | str]()
 
     def judge() -> None:
-        for place in sorted(answers):
-            done.judge(batch[place], _report(question.spec, batch[place]), answers[place])
+        for index in sorted(answers):
+            done.judge(batch[index], _report(question.spec, batch[index]), answers[index])
         answers.clear()
 
     try:
         with _progress() as progress:
-            while asked < SIMULATED and len(done.candidates) < SHOWN and (batch := done.batch()):
-                asked += len(batch)
+            while simulations < SIMULATED and len(done.candidates) < SHOWN and (batch := done.batch()):
+                simulations += len(batch)
                 _ask(question.spec, batch, executor, answers, progress)
                 judge()
     except KeyboardInterrupt:
         done.interrupted = True
         judge()
-        left = (each for each in search.seen if each.certain and each.run not in done.refuted)
-        done.found = iter(sorted(left, key=search.order))
+        fitting = (found for found in search.seen if found.certain and found.run not in done.refuted)
+        done.remaining = iter(sorted(fitting, key=search.order))
         done.waiting = []
         for found in done.batch():
             done.judge(found, _report(question.spec, found), "Interrupted before its simulation.")
-    done.candidates.sort(key=lambda each: search.order(search.found(each.run, each.machines)))
+    done.candidates.sort(key=lambda candidate: search.order(search.found(candidate.run, candidate.machines)))
     return done
 
 
@@ -222,23 +222,23 @@ def _ask(
     # dask caches a function's result for its arguments, errors included, so the second try uses another function.
     for workers, simulate in ((min(PROCESSES, os.cpu_count() or 1), simulated_run), (1, partial(simulated_run))):
         with _pool(executor, workers) as pool:
-            asked: dict[Future[Report | str], int] = {}
+            futures: dict[Future[Report | str], int] = {}
             with _alone() if executor is None else nullcontext(), suppress(BrokenExecutor):  # raised by submit
-                for place, found in enumerate(batch):
-                    if place not in answers:
-                        asked[pool.submit(simulate, spec.config, found.run, found.machines.card.name)] = place
-            for future in as_completed(asked):
+                for index, found in enumerate(batch):
+                    if index not in answers:
+                        futures[pool.submit(simulate, spec.config, found.run, found.machines.card.name)] = index
+            for future in as_completed(futures):
                 if not _lost(future):
-                    answers[asked[future]] = future.result()
+                    answers[futures[future]] = future.result()
                 progress(batch, answers)
         if len(answers) == len(batch):
             return
-    for place in range(len(batch)):
-        answers.setdefault(place, "Not simulated: its process died twice.")
+    for index in range(len(batch)):
+        answers.setdefault(index, "Not simulated: its process died twice.")
 
 
 def _lost(future: Future[Report | str]) -> bool:
-    """Whether a process ended without an answer. dask reports this only after several processes died."""
+    """Return whether a process ended without an answer. dask reports this only after several processes died."""
     if future.cancelled():
         return True
     error = future.exception()
@@ -254,12 +254,12 @@ def _pool(executor: Executor | None, workers: int) -> Iterator[Executor]:
     from multiprocessing import active_children, get_context
 
     # Spawned, because a forked process refers to torch's threads, which do not exist in it.
-    others = set(active_children())
+    running = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _quiet)
     try:
         yield pool
     except KeyboardInterrupt:  # does not wait for running simulations
-        for process in set(active_children()) - others:
+        for process in set(active_children()) - running:
             process.terminate()
         raise
     finally:
@@ -274,21 +274,21 @@ def _alone() -> Iterator[None]:
     would print a traceback, so a signal that arrives now is raised afterwards. Its handler is replaced as well, because
     a thread that does not block the signal, such as the progress bar's, receives it for the main thread.
     """
-    asking = sys.modules["__main__"]
+    script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
-    came: list[int] = []
-    ours = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is not None
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if ours else None
+    signals: list[int] = []
+    handles_signals = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is not None
+    handler = signal.signal(signal.SIGINT, lambda number, _: signals.append(number)) if handles_signals else None
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if sys.platform != "win32" else []
     try:
         yield
     finally:
-        sys.modules["__main__"] = asking
+        sys.modules["__main__"] = script
         if sys.platform != "win32":
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if ours:
+        if handles_signals:
             signal.signal(signal.SIGINT, handler)
-    if came:
+    if signals:
         signal.raise_signal(signal.SIGINT)
 
 
@@ -318,12 +318,12 @@ def _progress() -> Iterator[Callable[[list[Found], Mapping[int, Report | str]], 
                 console.print("Estimated, before simulation:")
                 for run in batch:
                     console.print(f"  {words(run.run)}: {show_bytes(run.memory)}, {show_seconds(run.seconds)} per step")
-            for place in answers.keys() - printed:
-                answer = answers[place]
+            for index in answers.keys() - printed:
+                answer = answers[index]
                 simulated = f"not simulated: {answer}"
                 if not isinstance(answer, str):
                     simulated = f"simulated, {answer.outcome}, {show_bytes(answer.peak_reserved)}"
-                console.print(f"{words(batch[place].run)}: {simulated}")
+                console.print(f"{words(batch[index].run)}: {simulated}")
             printed.update(answers)
             bar.update(task, description="simulating", completed=len(answers), total=len(batch))
 

@@ -68,8 +68,8 @@ class Lengths(Tabular):
 
     def _table(self) -> Table:
         rows = [
-            (each.name, f"{each.length:,}", f"{each.shorter:.1%}", show_bytes(each.report.peak_allocated),
-             show_bytes(each.report.needed), each.report.outcome) for each in self.batches
+            (batch.name, f"{batch.length:,}", f"{batch.shorter:.1%}", show_bytes(batch.report.peak_allocated),
+             show_bytes(batch.report.needed), batch.report.outcome) for batch in self.batches
         ]  # fmt: skip
         header = ("batch", "tokens per sequence", "batches up to it", "peak allocated", "memory needed", "outcome")
         title = f"{self.worst.title}: {self.sequences:,} sequences in batches of {self.micro_batch}, padded"
@@ -95,12 +95,12 @@ def read_lengths(path: str | Path) -> list[int]:
     """Return the lengths in a file: one whole number per line, or a JSON list of them."""
     text = Path(path).read_text("utf-8", errors="replace").strip()
     try:
-        found = json.loads(text) if text.startswith("[") else [int(line) for line in text.split()]
+        lengths = json.loads(text) if text.startswith("[") else [int(line) for line in text.split()]
     except ValueError as error:
         raise SpecError(f"{path} holds no lengths ({error}); give one whole number per line, or a JSON list") from None
-    if not found or any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in found):
+    if not lengths or any(isinstance(length, bool) or not isinstance(length, int) or length < 1 for length in lengths):
         raise SpecError(f"{path} must hold whole numbers of tokens from 1 on, one per line or as a JSON list")
-    return found
+    return lengths
 
 
 def padded(
@@ -112,7 +112,7 @@ def padded(
     without replacement, as by a DataLoader with shuffle=True. Raises SpecError if the sequences do not fill one batch,
     and as `estimate` does.
     """
-    spec, card = find_model(model), gpu if gpu is None or gpu == "cpu" else find_gpu(gpu)
+    spec, device = find_model(model), gpu if gpu is None or gpu == "cpu" else find_gpu(gpu)
     ordered = sorted(lengths)
     total, size = len(ordered), run.micro_batch
     if total < size:
@@ -121,22 +121,22 @@ def padded(
 
     def report(length: int) -> Report:
         if length not in reports:
-            reports[length] = derived(spec, replace(run, seq_len=length), card, cluster)[0]
+            reports[length] = derived(spec, replace(run, seq_len=length), device, cluster)[0]
         return reports[length]
 
     def up_to(length: int) -> float:
         return _share_without(total, total - bisect_right(ordered, length), size)
 
     distinct = sorted(set(ordered))
-    named = [(name, next(each for each in distinct if up_to(each) >= share)) for name, share in SHARES.items()]
+    rows = [(name, next(length for length in distinct if up_to(length) >= share)) for name, share in SHARES.items()]
     fitting = None
-    if card is not None:
+    if device is not None:
         count = bisect_right(distinct, 0, key=lambda length: report(length).outcome != "fits")
         fitting = distinct[count - 1] if count else None
     if fitting is not None and fitting < distinct[-1]:
-        named.append(("longest that fits", fitting))
+        rows.append(("longest that fits", fitting))
     batches = [PaddedBatch(name, length, up_to(length), report(length))
-               for name, length in [*sorted(named, key=lambda item: item[1]), ("worst", distinct[-1])]]  # fmt: skip
+               for name, length in [*sorted(rows, key=lambda item: item[1]), ("worst", distinct[-1])]]  # fmt: skip
     longer = total - bisect_right(ordered, fitting or 0)
     per_update = size * run.accumulation * run.dp
     trial = min(total, TRIAL * per_update)

@@ -113,25 +113,25 @@ def fix(
 ) -> Fix:
     """Return the changes that reduce the memory of `run` of `model` on `gpu`; see `lab.fix`. `estimate` computes every
     report."""
-    spec, card = find_model(model), find_gpu(gpu)
-    report, fit = estimate(spec, run, card, cluster)
-    tried = [_tried(spec, card, cluster, estimate, report, fit, *change) for change in changes(spec, run, card)]
-    found = [lever for lever in tried if lever]
-    return Fix(report, tuple(sorted(found, key=lambda lever: (lever.price, not lever.same_result, -lever.saves))))
+    spec, device = find_model(model), find_gpu(gpu)
+    report, fit = estimate(spec, run, device, cluster)
+    tried = (_lever(spec, device, cluster, estimate, report, fit, *change) for change in changes(spec, run, device))
+    levers = filter(None, tried)
+    return Fix(report, tuple(sorted(levers, key=lambda lever: (lever.price, not lever.same_result, -lever.saves))))
 
 
 def derived(
-    spec: ModelSpec, run: Run, card: GPU | str | None, cluster: Cluster | None = None
+    spec: ModelSpec, run: Run, device: GPU | str | None, cluster: Cluster | None = None
 ) -> tuple[Report, Verdict]:
     """Return `assessed`; for a family without written formulas, they are derived first."""
-    if card is not None and not spec.has_formulas:
-        trace_of(spec, run, card)
-    return assessed(spec, run, card, cluster)
+    if device is not None and not spec.has_formulas:
+        trace_of(spec, run, device)
+    return assessed(spec, run, device, cluster)
 
 
-def _tried(
+def _lever(
     spec: ModelSpec,
-    card: GPU,
+    device: GPU,
     cluster: Cluster | None,
     estimate: Estimate,
     before: Report,
@@ -144,7 +144,7 @@ def _tried(
     """Return the lever that sets `fields`; None if the model or GPU does not support it, or if it saves nothing."""
     try:
         run = replace(before.run, **fields)
-        report, after = estimate(spec, run, card, cluster)
+        report, after = estimate(spec, run, device, cluster)
     except SpecError:
         return None
     saves = fit.least - after.least  # of the fullest stage of a pipeline
@@ -161,14 +161,14 @@ def _tokens_per_gpu(run: Run) -> float:
     return tokens_of(run) / run.world_size
 
 
-def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+def changes(spec: ModelSpec, run: Run, device: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
     """Yield each change of `run`: its name, its chapter, the fields it sets, and whether the result stays the same."""
     if isinstance(run, Inference):
         yield from _serving(run)
         return
     if run.attention in ("eager", "sdpa"):
         # Where SDPA has no fused kernel for grouped heads, as on a T4, they are repeated.
-        repeats = attention_kernel(spec, replace(run, attention="sdpa"), card) == "math"
+        repeats = attention_kernel(spec, replace(run, attention="sdpa"), device) == "math"
         if repeats and "efficient" in attentions(spec.family):
             yield "fused attention, heads repeated", "10-flash-attention", {"attention": "efficient"}, True
         elif run.attention == "eager":
@@ -185,15 +185,15 @@ def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, di
         half = {"micro_batch": run.micro_batch // 2, "accumulation": run.accumulation * 2}
         if run.micro_batch % 2 == 0:
             yield "half the micro-batch, twice the accumulation", "06-accumulation", half, True
-        one = {"micro_batch": 1, "accumulation": run.accumulation * run.micro_batch}
+        single = {"micro_batch": 1, "accumulation": run.accumulation * run.micro_batch}
         if run.micro_batch > 2:
-            yield f"micro-batch 1, accumulation {one['accumulation']}", "06-accumulation", one, True
+            yield f"micro-batch 1, accumulation {single['accumulation']}", "06-accumulation", single, True
     if not run.sync_each_batch:
         yield "reduce gradients after each micro-batch", "12-zero", {"sync_each_batch": True}, True
     yield from _many_gpus(run)
     if run.offload is None:
         yield "optimizer states in host memory", "13-offload", {"offload": "optimizer", "zero": max(run.zero, 1)}, True
-    yield from _other_results(spec, run, card)
+    yield from _other_results(spec, run, device)
 
 
 def _many_gpus(run: Training) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
@@ -211,8 +211,8 @@ def _many_gpus(run: Training) -> Iterator[tuple[str, str, dict[str, Any], bool]]
         yield "half the data-parallel ranks, twice the tensor-parallel", "14-tensor-and-sequence-parallel", split, True
 
 
-def _other_results(spec: ModelSpec, run: Training, card: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
-    half = "bf16" if card.supports_bf16 else "fp16"
+def _other_results(spec: ModelSpec, run: Training, device: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+    half = "bf16" if device.supports_bf16 else "fp16"
     if run.precision == "fp32":
         yield f"autocast to {half}", "04-precision", {"precision": f"autocast-{half}"}, False
     if run.precision.startswith(("autocast", "mixed")) and run.lora is None:

@@ -51,20 +51,20 @@ def machines(text: str) -> Machines:
     if not counts:
         raise SpecError(f"gpus={text!r} names no GPUs; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
     numbers = [int(number) for number in counts.groups() if number]
-    card = find_gpu(text[counts.end() :])
+    gpu = find_gpu(text[counts.end() :])
     if any(number < 1 for number in numbers):
         raise SpecError(f"gpus={text!r}: give at least one GPU")
     if len(numbers) == 2:
-        return Machines(card, *numbers)
+        return Machines(gpu, *numbers)
     total = numbers[0] if numbers else 1
     if total > GPUS_PER_NODE and total % GPUS_PER_NODE:
-        raise SpecError(f"gpus={text!r}: nodes have 8 GPUs; give a multiple of 8, or nodes and GPUs: '3x4x{card.name}'")
-    return of_total(card, total)
+        raise SpecError(f"gpus={text!r}: nodes have 8 GPUs; give a multiple of 8, or nodes and GPUs: '3x4x{gpu.name}'")
+    return of_total(gpu, total)
 
 
-def of_total(card: GPU, total: int) -> Machines:
+def of_total(device: GPU, total: int) -> Machines:
     """Return `total` GPUs in nodes of eight."""
-    return Machines(card, -(-total // GPUS_PER_NODE), min(total, GPUS_PER_NODE))
+    return Machines(device, -(-total // GPUS_PER_NODE), min(total, GPUS_PER_NODE))
 
 
 def priced(most: Machines) -> Iterator[Machines]:
@@ -76,19 +76,19 @@ def priced(most: Machines) -> Iterator[Machines]:
     shapes = [(1, n) for n in inside] + [(2**i, most.per_node) for i in range(most.nodes.bit_length())]
     if shapes[-1] != (most.nodes, most.per_node):
         shapes.append((most.nodes, most.per_node))
-    for card in gpus():
-        for nodes, per_node in shapes if card.usd_per_hour is not None else ():
-            there = Machines(card, nodes, per_node)
-            if joined(there):
-                yield there
+    for device in gpus():
+        for nodes, per_node in shapes if device.usd_per_hour is not None else ():
+            candidate = Machines(device, nodes, per_node)
+            if joined(candidate):
+                yield candidate
 
 
-def joined(there: Machines) -> bool:
-    """Whether the tables have the links between these GPUs."""
-    if there.total == 1:
+def joined(candidate: Machines) -> bool:
+    """Return whether the tables contain the links between these GPUs."""
+    if candidate.total == 1:
         return True
     try:
-        nodes = there.cluster
+        nodes = candidate.cluster
     except NotAvailable:
         return False
-    return nodes is not None and (there.nodes == 1 or nodes.across is not None)
+    return nodes is not None and (candidate.nodes == 1 or nodes.across is not None)

@@ -157,7 +157,7 @@ class OutOfMemory(Tabular):
 def explained(message: str) -> OutOfMemory | DriverError:
     """Return the numbers of the first torch out-of-memory message in a text, or a DriverError if it has only the
     driver's error. Raises SpecError for any other text."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     guessed = False
     message = " ".join(message.split())  # undoes a terminal's line wraps
     if len(starts := [match.start() for match in re.finditer(STARTS, message)]) > 1:
@@ -165,23 +165,23 @@ def explained(message: str) -> OutOfMemory | DriverError:
     for name, patterns in NUMBERS.items():
         for pattern in patterns:
             if match := re.search(pattern, message):
-                found[name] = round(float(match[1]) * UNITS[match[2]])
+                sizes[name] = round(float(match[1]) * UNITS[match[2]])
                 break
-    if "reserved" in found and "allocated" in found:
-        found.setdefault("unallocated", found["reserved"] - found["allocated"])
-    found.pop("reserved", None)
+    if "reserved" in sizes and "allocated" in sizes:
+        sizes.setdefault("unallocated", sizes["reserved"] - sizes["allocated"])
+    sizes.pop("reserved", None)
     if "would exceed allowed memory" in message:  # cudaMallocAsync: the driver caches
-        found.setdefault("unallocated", 0)
-    if "free" not in found and {"capacity", "allocated"} <= found.keys():  # XPU, MPS
-        taken = found["allocated"] + found.setdefault("unallocated", 0) + found.pop("elsewhere", 0)
-        found["free"] = max(0, found["capacity"] - taken)
+        sizes.setdefault("unallocated", 0)
+    if "free" not in sizes and {"capacity", "allocated"} <= sizes.keys():  # XPU, MPS
+        used = sizes["allocated"] + sizes.setdefault("unallocated", 0) + sizes.pop("elsewhere", 0)
+        sizes["free"] = max(0, sizes["capacity"] - used)
         guessed = True
-    if not found and re.search(DRIVER, message):
+    if not sizes and re.search(DRIVER, message):
         return DriverError()
-    if missing := [name for name in ("requested", "capacity", "free", "allocated", "unallocated") if name not in found]:
+    if missing := [name for name in ("requested", "capacity", "free", "allocated", "unallocated") if name not in sizes]:
         raise SpecError(
             f"this is not a message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give a MODEL, or on "
             "stdin the whole message, which starts with 'CUDA out of memory. Tried to allocate'"
         )
-    named = re.search(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF", message)
-    return OutOfMemory(**found, free_at_most=guessed, variable=named[0] if named else VARIABLE)
+    setting = re.search(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF", message)
+    return OutOfMemory(**sizes, free_at_most=guessed, variable=setting[0] if setting else VARIABLE)

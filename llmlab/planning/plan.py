@@ -41,52 +41,53 @@ def plan(
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     fixed = dict(fixed or {})
     check_question(global_batch, method, allow, tokens, goal, fixed, within)
-    where, trained = machines(gpus), options_of(resolved(fixed.pop("stack", stack)))
-    check_degrees(fixed, where if goal != "cheapest" else None, global_batch)
-    if method != "full" and (why := trained.without_lora):
-        raise SpecError(f"method={method!r} and stack={trained.name!r} contradict each other: {why}")
+    target, stack_options = machines(gpus), options_of(resolved(fixed.pop("stack", stack)))
+    check_degrees(fixed, target if goal != "cheapest" else None, global_batch)
+    if method != "full" and (why := stack_options.without_lora):
+        raise SpecError(f"method={method!r} and stack={stack_options.name!r} contradict each other: {why}")
     spec = find_model(model)
-    question = Question(spec, global_batch, method, frozenset(allow), fixed, trained, goal, tokens, within)
-    asked = list(priced(where)) if goal == "cheapest" else [where]
-    search = Search(question, asked)
+    question = Question(spec, global_batch, method, frozenset(allow), fixed, stack_options, goal, tokens, within)
+    choices = list(priced(target)) if goal == "cheapest" else [target]
+    search = Search(question, choices)
     confirmed = confirm(search, executor)
     search.cuts[WORSE] = search.worse()
     if not search.tried and search.cut == search.cuts[NO_PROGRAM] and not confirmed.interrupted:
         raise search.refused or SpecError(f"global_batch={global_batch} sequences and gpus={gpus!r}: no number of "
                                           "data-parallel ranks divides both; give another batch")  # fmt: skip
-    found, counted = confirmed.candidates, (search.tried, dict(search.cuts))
-    if found:
-        candidates = (found[0], *(replace(each, lost=lost(each, found[0], goal)) for each in found[1:]))
-        search.around(search.found(found[0].run, found[0].machines))
+    ranked = confirmed.candidates
+    tried, cuts = search.tried, dict(search.cuts)  # before `around` adds to them
+    if ranked:
+        candidates = (ranked[0], *(replace(other, lost=lost(other, ranked[0], goal)) for other in ranked[1:]))
+        search.around(search.found(ranked[0].run, ranked[0].machines))
     else:
         candidates = ()
     none = not candidates and not confirmed.interrupted
     notes = () if goal == "cheapest" else assumed_memory(gpus.lstrip("0123456789x"))
     return Plan(
         model=spec.name,
-        gpus=f"any GPU with a price, up to {where.total}" if goal == "cheapest" else str(where),
+        gpus=f"any GPU with a price, up to {target.total}" if goal == "cheapest" else str(target),
         goal=goal,
         global_batch=global_batch,
         candidates=candidates,
-        tried=counted[0],
-        cuts=counted[1],
+        tried=tried,
+        cuts=cuts,
         refuted=tuple(confirmed.refuted),
         tokens=tokens,
-        nearest=nearest(question, where) if none else (),
-        problem=_problem(question, asked) if none else "" if candidates else INTERRUPTED,
+        nearest=nearest(question, target) if none else (),
+        problem=_problem(question, choices) if none else "" if candidates else INTERRUPTED,
         interrupted=confirmed.interrupted,
         seen=tuple(search.seen),
         notes=notes,
     )
 
 
-def _problem(question: Question, asked: Sequence[Machines]) -> str:
+def _problem(question: Question, choices: Sequence[Machines]) -> str:
     """Return a sentence why a question has no answer: nothing fits, or even the fastest run misses the deadline."""
     if question.within is None:
         return "Nothing fits."
-    patient = replace(question, within=None, goal="fastest")
+    without_deadline = replace(question, within=None, goal="fastest")
     times = [(found.seconds or 0.0) / (found.run.global_batch * found.run.seq_len) * (question.tokens or 0)
-             for where in asked if (found := fitting(patient, where))]  # fmt: skip
+             for machines in choices if (found := fitting(without_deadline, machines))]  # fmt: skip
     if not times:
         return "Nothing fits."
     within = f"{question.within:g} day{'s' if question.within != 1 else ''}"
@@ -137,23 +138,23 @@ def check_question(
         raise SpecError(f"{both[0]} is fixed to {fixed[both[0]]!r} and also allowed to change; give one of the two")
 
 
-def check_degrees(fixed: Mapping[str, Any], where: Machines | None, global_batch: int) -> None:
+def check_degrees(fixed: Mapping[str, Any], machines: Machines | None, global_batch: int) -> None:
     """Raise SpecError if fixed fields contradict the GPUs (None: not given) or the global batch."""
     degrees = {name: fixed[name] for name in ("dp", "tp", "pp", "cp", "micro_batch", "accumulation") if name in fixed}
     Training(**{**degrees, "seq_len": fixed.get("seq_len", 1024)})  # raises if one is no positive integer
-    cut = {name: value for name, value in degrees.items() if name in ("dp", "tp", "pp", "cp")}
+    parallel = {name: value for name, value in degrees.items() if name in ("dp", "tp", "pp", "cp")}
     size = 1
-    for value in cut.values():
+    for value in parallel.values():
         size *= value
-    said = ", ".join(f"{name}={value}" for name, value in cut.items())
-    if where and (where.total % size or (len(cut) == 4 and size != where.total)):
-        raise SpecError(f"fixed {said} and gpus={str(where)!r} contradict each other: {size} ranks "
-                        f"{'are not' if len(cut) == 4 else 'do not divide'} {where.total} GPUs")  # fmt: skip
-    of_batch = {name: value for name, value in degrees.items() if name in ("dp", "micro_batch", "accumulation")}
+    degrees_text = ", ".join(f"{name}={value}" for name, value in parallel.items())
+    if machines and (machines.total % size or (len(parallel) == 4 and size != machines.total)):
+        raise SpecError(f"fixed {degrees_text} and gpus={str(machines)!r} contradict each other: {size} ranks "
+                        f"{'are not' if len(parallel) == 4 else 'do not divide'} {machines.total} GPUs")  # fmt: skip
+    batch = {name: value for name, value in degrees.items() if name in ("dp", "micro_batch", "accumulation")}
     size = 1
-    for value in of_batch.values():
+    for value in batch.values():
         size *= value
-    if global_batch % size or (len(of_batch) == 3 and size != global_batch):
-        said = ", ".join(f"{name}={value}" for name, value in of_batch.items())
-        raise SpecError(f"fixed {said} and global_batch={global_batch} contradict each other: "
-                        f"{size} {'is not' if len(of_batch) == 3 else 'does not divide'} {global_batch}")  # fmt: skip
+    if global_batch % size or (len(batch) == 3 and size != global_batch):
+        degrees_text = ", ".join(f"{name}={value}" for name, value in batch.items())
+        raise SpecError(f"fixed {degrees_text} and global_batch={global_batch} contradict each other: "
+                        f"{size} {'is not' if len(batch) == 3 else 'does not divide'} {global_batch}")  # fmt: skip

@@ -56,9 +56,9 @@ class Candidate:
     def write(self, folder: str | os.PathLike[str], force: bool = False, model: ModelLike | None = None) -> Written:
         """Write the files that run it into `folder`; see `lab.write`. `model` is the planned model, needed if it is no
         preset."""
-        where = self.machines
+        machines = self.machines
         spec = find_model(self.report.model if model is None else model)
-        return write_files(spec, self.run, where.card.name, where.nodes, where.per_node, folder, force)
+        return write_files(spec, self.run, machines.card.name, machines.nodes, machines.per_node, folder, force)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -97,8 +97,8 @@ class Nearest:
         hourly, billion = self.machines.usd_per_hour, rent(self.machines, self.report)
         price = [f"${hourly:,.2f} an hour"] if hourly else ["price unknown"]
         price += [f"${billion:,.0f} for 10^9 tokens"] if billion else []
-        if self.tokens and (needed := days(self.report, self.tokens)):
-            price.append(f"{show_seconds(needed * 86_400)} for all tokens")
+        if self.tokens and (duration := days(self.report, self.tokens)):
+            price.append(f"{show_seconds(duration * 86_400)} for all tokens")
         return f"{self.direction}: {self.what} ({', '.join(price)})."
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Plan(Tabular, Sequence["Candidate"]):
         return {
             "model": self.model, "gpus": self.gpus, "goal": self.goal, "global_batch": self.global_batch,
             "tokens": self.tokens, "tried": self.tried, "cut": self.cut, "cuts": dict(self.cuts),
-            "problem": self.problem, "nearest": [each.to_dict() for each in self.nearest],
+            "problem": self.problem, "nearest": [run.to_dict() for run in self.nearest],
             "notes": notes_to_json(self.notes),
             "interrupted": self.interrupted, "refuted": [run.to_dict() for run in self.refuted],
             "candidates": [candidate.to_dict() for candidate in self.candidates],
@@ -188,30 +188,30 @@ class Plan(Tabular, Sequence["Candidate"]):
         if not self.candidates:
             lines = [self.problem, *map(str, self.nearest), counts, *self.notes]
             return Table(("", ""), [], title, "\n".join(lines))
-        rows = [self._row(candidate, place) for place, candidate in enumerate(self.candidates, 1)]
-        any_card = self.goal == "cheapest"
-        of = "" if any_card else f", of {show_bytes(self.candidates[0].report.capacity)}"
-        header = ["configuration", f"memory{of}", "step time", "80 % interval", "MFU", "10^9 tokens", "vs. the best"]
+        rows = [self._row(candidate, rank) for rank, candidate in enumerate(self.candidates, 1)]
+        any_gpu = self.goal == "cheapest"
+        total = "" if any_gpu else f", of {show_bytes(self.candidates[0].report.capacity)}"
+        header = ["configuration", f"memory{total}", "step time", "80 % interval", "MFU", "10^9 tokens", "vs. the best"]
         if self.tokens:
             header.insert(-1, "time for all tokens")
-        header.insert(0, "GPUs" if any_card else "")
-        notes = dict.fromkeys(f"* {each.unconfirmed}" for each in self.candidates if not each.simulation)
+        header.insert(0, "GPUs" if any_gpu else "")
+        notes = dict.fromkeys(f"* {candidate.unconfirmed}" for candidate in self.candidates if not candidate.simulation)
         return Table(header, rows, title, "\n".join([counts, *notes, *self.notes]), words=(0, 1, len(header) - 1))
 
-    def _row(self, c: Candidate, place: int) -> list[str]:
-        r, any_card = c.report, self.goal == "cheapest"
-        size, of = c.process or (c.simulation.peak_reserved if c.simulation else r.peak_allocated), r.capacity
+    def _row(self, c: Candidate, rank: int) -> list[str]:
+        r, any_gpu = c.report, self.goal == "cheapest"
+        size, capacity = c.process or (c.simulation.peak_reserved if c.simulation else r.peak_allocated), r.capacity
         price, star = c.usd_per_billion_tokens, "" if c.simulation else "*"
         row = [
-            words(c.run), f"{show_bytes(size)}{star}" + (f" of {show_bytes(of)}" if any_card else ""),
+            words(c.run), f"{show_bytes(size)}{star}" + (f" of {show_bytes(capacity)}" if any_gpu else ""),
             show_seconds(r.step_seconds),
             between(show_seconds(r.step_seconds_low), show_seconds(r.step_seconds_high)) if r.step_seconds else "–",
             f"{r.mfu:.0%}" if r.mfu else "–", f"${price:,.0f}" if price else "–", c.lost or "the best",
         ]  # fmt: skip
         if self.tokens:
-            needed = c.days(self.tokens)
-            row.insert(-1, show_seconds(86_400 * needed) if needed else "–")
-        return [str(c.machines) if any_card else str(place), *row]
+            duration = c.days(self.tokens)
+            row.insert(-1, show_seconds(86_400 * duration) if duration else "–")
+        return [str(c.machines) if any_gpu else str(rank), *row]
 
     def __repr__(self) -> str:
         return f"<Plan: {self.model} on {self.gpus}: {len(self)} candidates>"
@@ -228,27 +228,27 @@ def between(low: str, high: str) -> str:
 
 def words(run: Training) -> str:
     """Return the fields of `run` that differ from the defaults, as text, without the fields of the question."""
-    told = {"seq_len", "lora", "quantization", "stack"}
-    fields = {name: value for name, value in run.differences().items() if name not in told}
-    said = [name if value is True else f"{name} {value}" for name, value in fields.items()]
-    return ", ".join([*said, *([repr(run.stack)] if stack_of(run).own_program else [])]) or "the defaults"
+    asked_fields = {"seq_len", "lora", "quantization", "stack"}
+    fields = {name: value for name, value in run.differences().items() if name not in asked_fields}
+    phrases = [name if value is True else f"{name} {value}" for name, value in fields.items()]
+    return ", ".join([*phrases, *([repr(run.stack)] if stack_of(run).own_program else [])]) or "the defaults"
 
 
 def lost(candidate: Candidate, best: Candidate, goal: str) -> str:
     """Return the one reason why `candidate` is not the best: its price, its memory, or its time, with the part of the
     time that grew most."""
-    mine, its = candidate.report, best.report
-    more = (mine.peak_allocated or 0) - (its.peak_allocated or 0)
-    if goal == "smallest" and more > 0:
-        return f"{show_bytes(more)} more memory"
-    price, least = candidate.usd_per_billion_tokens, best.usd_per_billion_tokens
-    if goal == "cheapest" and candidate.machines != best.machines and price and least:
-        return f"{price / least - 1:.1%} more expensive"
-    if not mine.step_seconds:
+    own_report, best_report = candidate.report, best.report
+    extra_memory = (own_report.peak_allocated or 0) - (best_report.peak_allocated or 0)
+    if goal == "smallest" and extra_memory > 0:
+        return f"{show_bytes(extra_memory)} more memory"
+    price, best_price = candidate.usd_per_billion_tokens, best.usd_per_billion_tokens
+    if goal == "cheapest" and candidate.machines != best.machines and price and best_price:
+        return f"{price / best_price - 1:.1%} more expensive"
+    if not own_report.step_seconds:
         return "unknown time"
-    if not its.step_seconds or mine.step_seconds <= its.step_seconds * (1 + 1e-9):
-        return f"{show_bytes(more)} more memory" if more > 0 else "equally good, but less simple"
-    parts = {part: seconds - its.time.get(part, 0.0) for part, seconds in mine.time.items()}
+    if not best_report.step_seconds or own_report.step_seconds <= best_report.step_seconds * (1 + 1e-9):
+        return f"{show_bytes(extra_memory)} more memory" if extra_memory > 0 else "equally good, but less simple"
+    parts = {part: seconds - best_report.time.get(part, 0.0) for part, seconds in own_report.time.items()}
     part = max(parts, key=lambda name: parts[name]) if parts else "time"
-    slower = mine.step_seconds / its.step_seconds - 1
+    slower = own_report.step_seconds / best_report.step_seconds - 1
     return f"{slower:.1%} slower: {part} +{show_seconds(parts.get(part))}"

@@ -86,8 +86,8 @@ class Search:
         self._shares: dict[tuple[Machines, int], tuple[dict[str, Any], ...]] = {}
         self._programs: dict[tuple[Any, ...], bool] = {}
         self._edges: dict[tuple[Any, ...], int] = {}
-        for where in self.machines:
-            self._push(self._floor(where), where)
+        for machines in self.machines:
+            self._push(self._floor(machines), machines)
 
     def __iter__(self) -> Iterator[Found]:
         """Yield the candidates that may fit, the best first; of equally good ones, the one with less memory first."""
@@ -107,9 +107,9 @@ class Search:
         seconds = inf if found.seconds is None else found.seconds
         return self._value(seconds, found.machines, found.memory), found.memory
 
-    def found(self, run: Training, where: Machines) -> Found:
+    def found(self, run: Training, machines: Machines) -> Found:
         """Return the estimates of a run that was yielded."""
-        return next(each for each in self.seen if each.machines is where and each.run == run)
+        return next(found for found in self.seen if found.machines is machines and found.run == run)
 
     def worse(self) -> int:
         """Return the number of candidates still in the queue, whose bounds exceed all values yielded so far."""
@@ -123,63 +123,63 @@ class Search:
     def _push(self, bound: float, item: Any, memory: float = 0) -> None:
         heappush(self._queue, (bound, memory, next(self._numbers), item))
 
-    def _value(self, seconds: float, where: Machines, memory: float) -> float:
+    def _value(self, seconds: float, machines: Machines, memory: float) -> float:
         """Return the value that the goal minimizes: seconds or dollars per update, or bytes."""
         if self.question.goal == "smallest":
             return memory
-        return seconds * (where.usd_per_hour or inf) / 3600 if self.question.goal == "cheapest" else seconds
+        return seconds * (machines.usd_per_hour or inf) / 3600 if self.question.goal == "cheapest" else seconds
 
     # ---- from machines to candidates
 
-    def _floor(self, where: Machines) -> float:
+    def _floor(self, machines: Machines) -> float:
         """Return the goal's value if the forward pass ran at the GPU's peak in its fastest dtype and nothing else did:
         a lower bound."""
-        peak = max(where.card.peak(dtype) or 0 for dtype in ("fp32", "fp16", "bf16", "fp8")) or inf
+        peak = max(machines.card.peak(dtype) or 0 for dtype in ("fp32", "fp16", "bf16", "fp8")) or inf
         seq_len, batch = list(lengths(self.question))[-1]
-        forward = flops(self.question.spec, Training(seq_len=seq_len, accumulation=batch), where.card).forward
-        return self._value(forward / peak / where.total, where, 0.0)
+        forward = flops(self.question.spec, Training(seq_len=seq_len, accumulation=batch), machines.card).forward
+        return self._value(forward / peak / machines.total, machines, 0.0)
 
-    def _shapes(self, where: Machines) -> None:
-        for fields in shapes(self.question, where):
-            rest = self._run_by_programs(fields, where, self._shares_of(where, fields["dp"]))
+    def _shapes(self, machines: Machines) -> None:
+        for fields in shapes(self.question, machines):
+            runnable = self._run_by_programs(fields, machines, self._shares_of(machines, fields["dp"]))
             try:
-                seconds = self._compute(fields, where, len(rest))
+                seconds = self._compute(fields, machines, len(runnable))
             except SpecError as error:
                 self.refused = self.refused or error
                 continue
             except NotAvailable:  # the stack's block is not described with these fields
                 continue
-            if seconds is not None and rest:
-                self._push(self._value(seconds, where, 0.0), Shape(fields, where, seconds, rest))
+            if seconds is not None and runnable:
+                self._push(self._value(seconds, machines, 0.0), Shape(fields, machines, seconds, runnable))
 
-    def _shares_of(self, where: Machines, dp: int) -> tuple[Mapping[str, Any], ...]:
-        if (where, dp) not in self._shares:
-            self._shares[where, dp] = tuple(shares(self.question, where, dp))
-        return self._shares[where, dp]
+    def _shares_of(self, machines: Machines, dp: int) -> tuple[Mapping[str, Any], ...]:
+        if (machines, dp) not in self._shares:
+            self._shares[machines, dp] = tuple(shares(self.question, machines, dp))
+        return self._shares[machines, dp]
 
     def _run_by_programs(
-        self, fields: Mapping[str, Any], where: Machines, rest: tuple[Mapping[str, Any], ...]
+        self, fields: Mapping[str, Any], machines: Machines, shares: tuple[Mapping[str, Any], ...]
     ) -> tuple[Mapping[str, Any], ...]:
         """Return the shares with which a program can run the shape: all of them if the stack has its own program."""
         if self.question.stack.own_program:
-            return rest
-        of_shape = (where.card.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
-        left = []
-        for share in rest:
-            key = (*of_shape, share.get("optimizer"), share["offload"], share["zero"], share["ep"] > 1,
+            return shares
+        shape_key = (machines.card.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
+        runnable = []
+        for share in shares:
+            key = (*shape_key, share.get("optimizer"), share["offload"], share["zero"], share["ep"] > 1,
                    share["dp_replicate"] > 1)  # fmt: skip
             if key not in self._programs:
-                self._programs[key] = self._has_program({**fields, **share}, where)
+                self._programs[key] = self._has_program({**fields, **share}, machines)
             if self._programs[key]:
-                left.append(share)
+                runnable.append(share)
             else:
                 self.cuts[NO_PROGRAM] += 1
-        return tuple(left)
+        return tuple(runnable)
 
-    def _has_program(self, fields: Mapping[str, Any], where: Machines) -> bool:
+    def _has_program(self, fields: Mapping[str, Any], machines: Machines) -> bool:
         try:
             run = Training(**fields)
-            check(self.question.spec, run, where.card)
+            check(self.question.spec, run, machines.card)
         except SpecError:  # an invalid run is cut elsewhere
             return True
         try:
@@ -189,17 +189,17 @@ class Search:
             return False
         return True
 
-    def _compute(self, fields: Mapping[str, Any], where: Machines, candidates: int) -> float | None:
+    def _compute(self, fields: Mapping[str, Any], machines: Machines, candidates: int) -> float | None:
         """Return the seconds of computation alone, with the pipeline's bubble; None for a dtype that the GPU has no
         units for, or if these seconds already miss the deadline."""
         run = Training(**{name: value for name, value in fields.items() if name not in SHARED})
-        check(self.question.spec, run, where.card)
-        passed = passes(self.question.spec, run, where.card)
+        check(self.question.spec, run, machines.card)
+        passed = passes(self.question.spec, run, machines.card)
         if passed is None:
             return None
         # Only the last stage computes the loss and waits for it, so the mean over stages has 1/pp of both.
-        others = (1 - 1 / run.pp) * passed.loss
-        mean = passed._replace(loss=passed.loss - others, host=passed.host - loss_waits(run, 0.0, others))
+        other_loss = (1 - 1 / run.pp) * passed.loss
+        mean = passed._replace(loss=passed.loss - other_loss, host=passed.host - loss_waits(run, 0.0, other_loss))
         seconds = mean.seconds * (1 + (run.pp - 1) / run.accumulation / run.virtual_stages)
         if self.question.late(seconds, run):
             self.cuts[LATE] += candidates
@@ -219,75 +219,75 @@ class Search:
                 continue
             self._push(self._value(shape.seconds + update, shape.machines, least), (fields, shape.machines))
 
-    def _least_memory(self, fields: Mapping[str, Any], where: Machines) -> float:
+    def _least_memory(self, fields: Mapping[str, Any], machines: Machines) -> float:
         """Return the bytes of weights and optimizer states on the fullest GPU; infinity for an invalid run."""
-        key = (where, *(fields.get(name) for name in OF_STATES))
+        key = (machines, *(fields.get(name) for name in OF_STATES))
         if key not in self._least:
             try:
                 run = Training(**fields)
-                check(self.question.spec, run, where.card)
+                check(self.question.spec, run, machines.card)
             except SpecError as error:
                 self.refused = self.refused or error
                 return inf
             self._least[key] = max(least_memory(self.question, run, stage) for stage in {0, run.pp - 1})
         return self._least[key]
 
-    def _on_host(self, fields: Mapping[str, Any], where: Machines) -> float | None:
+    def _on_host(self, fields: Mapping[str, Any], machines: Machines) -> float | None:
         """Return the minimum seconds of the host's update of offloaded states; None if the states exceed one GPU's
         share of a known host memory."""
         try:
             run = Training(**fields)
         except SpecError:  # not supported by the stack; `_estimate` refuses it, too
             return 0.0
-        sent, host = crossing(self.question.spec, run), usual_host(where.card)
-        gpus = max(host.gpus, where.per_node)
+        sent, host = crossing(self.question.spec, run), usual_host(machines.card)
+        gpus = max(host.gpus, machines.per_node)
         # If parameters are offloaded, too, the host also stores the trained weights in 16 bits.
         weights = 2 * sent.stepped if run.offload == "optimizer+parameters" else 0
         if host.source and sent.state + weights > host.memory / gpus:
             return None
         return adam_seconds(sent.stepped_bytes, host, gpus)
 
-    def _estimate(self, fields: Mapping[str, Any], where: Machines, known: Container[Training] = ()) -> None:
+    def _estimate(self, fields: Mapping[str, Any], machines: Machines, known: Container[Training] = ()) -> None:
         try:
             run = Training(**fields)
-            check(self.question.spec, run, where.card)
+            check(self.question.spec, run, machines.card)
         except SpecError as error:
             self.refused = self.refused or error
             return
-        memory = None if run in known else self._memory(run, where)
+        memory = None if run in known else self._memory(run, machines)
         if memory is None:
             return
         bytes_, certain = memory
-        seconds = timing(self.question.spec, run, where.card, where.cluster).seconds
+        seconds = timing(self.question.spec, run, machines.card, machines.cluster).seconds
         if seconds is not None and self.question.late(seconds, run):
             self.cuts[LATE] += 1
             return
         self.tried += 1
-        found = Found(run, where, bytes_, seconds, certain)
+        found = Found(run, machines, bytes_, seconds, certain)
         self.seen.append(found)
         self._push(self.order(found)[0], found, bytes_)
 
-    def _memory(self, run: Training, where: Machines) -> tuple[int, bool] | None:
+    def _memory(self, run: Training, machines: Machines) -> tuple[int, bool] | None:
         """Return the bytes of the fullest GPU and whether they are sure to fit; None if they do not fit.
 
         Memory grows with the micro-batch. If one does not fit, the smallest that does not is searched for, and larger
         ones are cut without an estimate.
         """
-        key = (where, *(value for name, value in run.values().items() if name not in SIZES))
+        key = (machines, *(value for name, value in run.values().items() if name not in SIZES))
         if run.micro_batch >= self._edges.get(key, inf):
             self.cuts[LARGER] += 1
             return None
         try:
-            fit = fullest(self.question.spec, run, where.card)
+            fit = fullest(self.question.spec, run, machines.card)
         except NotAvailable:
             return None
         if fit.outcome != "out of memory":
             return fit.least, fit.outcome == "fits"
         self.cuts[OVER] += 1
-        self._edges[key] = self._edge(run, where)
+        self._edges[key] = self._edge(run, machines)
         return None
 
-    def _edge(self, run: Training, where: Machines) -> int:
+    def _edge(self, run: Training, machines: Machines) -> int:
         """Return the smallest micro-batch that does not fit, given a run that does not."""
         per_rank = run.micro_batch * run.accumulation
         free = "micro_batch" not in self.question.fixed
@@ -295,7 +295,7 @@ class Search:
 
         def over(size: int) -> bool:
             smaller = replace(run, micro_batch=size, accumulation=per_rank // size)
-            return fullest(self.question.spec, smaller, where.card).outcome == "out of memory"
+            return fullest(self.question.spec, smaller, machines.card).outcome == "out of memory"
 
         place = bisect_left(sizes, True, key=over)
         return sizes[place] if place < len(sizes) else run.micro_batch
@@ -317,7 +317,7 @@ class Search:
                     self._estimate(changed, best.machines, known)
 
     def _can_be(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a run with these fields is valid. An interleaved pipeline, for example, needs a multiple of pp
+        """Return whether a run with these fields is valid. An interleaved pipeline, for example, needs a multiple of pp
         micro-batches."""
         try:
             Training(**fields)
@@ -327,5 +327,5 @@ class Search:
 
 
 def least_memory(question: Question, run: Training, stage: int) -> int:
-    held = states(question.spec, run, stage)
-    return kept_weights(run, held) + held.optimizer
+    state_bytes = states(question.spec, run, stage)
+    return kept_weights(run, state_bytes) + state_bytes.optimizer

@@ -58,8 +58,8 @@ class SnapshotReport(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values, sizes in bytes."""
-        others = {"failure": self.failure and self.failure.to_dict(), "other": self.other and self.other.to_dict()}
-        return {**asdict(self), **others, "advice": self.advice}
+        nested = {"failure": self.failure and self.failure.to_dict(), "other": self.other and self.other.to_dict()}
+        return {**asdict(self), **nested, "advice": self.advice}
 
     @property
     def advice(self) -> list[str]:
@@ -106,26 +106,27 @@ class SnapshotReport(Tabular):
         title = f"{self.name}: GPU {self.device}, {self.events:,} events in {self.steps} steps"
         if self.other:
             return self._differences(self.other)
-        shown: dict[str, int] = {}
+        counts: dict[str, int] = {}
         rows = []
         for label, size in self.rows():
             kind = label.split(" in ")[0] if " in " in label else label
-            shown[kind] = shown.get(kind, 0) + 1
-            if size and shown[kind] <= SHOWN:
+            counts[kind] = counts.get(kind, 0) + 1
+            if size and counts[kind] <= SHOWN:
                 rows.append((label, show_bytes(size)))
         return Table(("", ""), rows, title, "\n".join(self.advice))
 
     def _differences(self, other: SnapshotReport) -> Table:
         """Return the table of both snapshots' sizes: parts first, then the places that differ most."""
-        mine, theirs = dict(_comparable(self)), dict(_comparable(other))
-        labels = list(dict.fromkeys([*mine, *theirs]))
-        apart = {label: mine.get(label, 0) - theirs.get(label, 0) for label in labels}
+        own, other_sizes = dict(_comparable(self)), dict(_comparable(other))
+        labels = list(dict.fromkeys([*own, *other_sizes]))
+        differences = {label: own.get(label, 0) - other_sizes.get(label, 0) for label in labels}
         places = [label for label in labels if label.startswith(("of the peak", "grows"))]
-        most = sorted((label for label in places if apart[label]), key=lambda label: -abs(apart[label]))[:SHOWN]
+        changed = [label for label in places if differences[label]]
+        changed = sorted(changed, key=lambda label: -abs(differences[label]))[:SHOWN]
         rows = [
-            (label, show_bytes(mine.get(label, 0)), show_bytes(theirs.get(label, 0)), _signed(apart[label]))
-            for label in [*(label for label in labels if label not in places), *most]
-            if mine.get(label) or theirs.get(label)
+            (label, show_bytes(own.get(label, 0)), show_bytes(other_sizes.get(label, 0)), _signed(differences[label]))
+            for label in [*(label for label in labels if label not in places), *changed]
+            if own.get(label) or other_sizes.get(label)
         ]
         names = (self.name, other.name) if self.name != other.name else ("first", "second")
         title = f"{self.name} against {other.name}"

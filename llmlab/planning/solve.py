@@ -95,8 +95,8 @@ class Solution(Tabular):
         assert trial
         where = "" if self.name == "gpu" else f" on {trial.report.gpu}"
         unit = unit.removesuffix("s") if trial.value == 1 else unit
-        found = f"{_shown(trial.value)} {unit}".strip() if self.best else "none fits"
-        return f"{trial.report.model}{where}, {what}: {found}"
+        answer = f"{_shown(trial.value)} {unit}".strip() if self.best else "none fits"
+        return f"{trial.report.model}{where}, {what}: {answer}"
 
     def _table(self) -> Table:
         rows = [
@@ -119,42 +119,42 @@ def _shown(value: int | str) -> str:
     return value if isinstance(value, str) else f"{value:,}"
 
 
-def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: bool = True) -> Solution:
+def solved(spec: ModelSpec, run: Run, gpu: GPU | None, name: str, simulate: bool = True) -> Solution:
     """Return the solution of `lab.solve`, without the notes that `lab.solve` adds."""
-    values, at = _candidates(spec, run, card, name)
+    values, at = _candidates(spec, run, gpu, name)
 
     @cache
-    def estimate(place: int) -> tuple[Report, Verdict]:
-        changed, there = at(values[place])
-        return derived(spec, changed, with_margin(fully_used(there)))
+    def estimate(index: int) -> tuple[Report, Verdict]:
+        changed, device = at(values[index])
+        return derived(spec, changed, with_margin(fully_used(device)))
 
     @cache
-    def simulation(place: int) -> Report:
-        changed, there = at(values[place])
+    def simulation(index: int) -> Report:
+        changed, device = at(values[index])
         if sys.stderr.isatty():  # a large model takes a minute
-            print(f"simulating {name}={_shown(values[place])} on {there.name}", file=sys.stderr)
-        answer = simulated_run(spec.config, changed, fully_used(there))
+            print(f"simulating {name}={_shown(values[index])} on {device.name}", file=sys.stderr)
+        answer = simulated_run(spec.config, changed, fully_used(device))
         if isinstance(answer, str):
             raise NotAvailable(answer)
         return answer
 
-    def trial(place: int, simulated: bool) -> Trial:
-        (report, fit), there = estimate(place), at(values[place])[1]
-        shown = simulation(place) if simulated else None
-        outcome, used = (shown.outcome, shown.process) if shown else (fit.outcome, fit.most)
-        if outcome == "out of memory" and not shown:  # perhaps only because of the margin
-            outcome = derived(spec, report.run, there)[1].outcome
-        left = max(0, there.memory - used) if outcome == "fits" and used else None
-        return Trial(values[place], replace(report, capacity=there.memory), shown, outcome, left)
+    def trial(index: int, simulated: bool) -> Trial:
+        (report, fit), device = estimate(index), at(values[index])[1]
+        answer = simulation(index) if simulated else None
+        outcome, used = (answer.outcome, answer.process) if answer else (fit.outcome, fit.most)
+        if outcome == "out of memory" and not answer:  # perhaps only because of the margin
+            outcome = derived(spec, report.run, device)[1].outcome
+        left = max(0, device.memory - used) if outcome == "fits" and used else None
+        return Trial(values[index], replace(report, capacity=device.memory), answer, outcome, left)
 
     places, notes = range(len(values)), list[Note]()
-    sure = bisect_left(places, True, key=lambda place: estimate(place)[1].outcome != "fits")
-    out = bisect_left(places, True, lo=sure, key=lambda place: estimate(place)[1].outcome == "out of memory")
+    certain = bisect_left(places, True, key=lambda index: estimate(index)[1].outcome != "fits")
+    out = bisect_left(places, True, lo=certain, key=lambda index: estimate(index)[1].outcome == "out of memory")
     tried = dict[int, bool]()  # places that were simulated
-    best, over = sure - 1, out if sure or not out else 0
+    best, over = certain - 1, out if certain or not out else 0
     if simulate and out:
         try:
-            best, over = _decided(sure, out, simulation, tried)
+            best, over = _decided(certain, out, simulation, tried)
             free = f"Simulations leave {100 * MARGIN:.0f} % of the GPU free"
             notes.append(Note("margin", f"{free}, because the memory that an allocator reserves differs between runs."))
         except NotAvailable as error:
@@ -163,71 +163,71 @@ def solved(spec: ModelSpec, run: Run, card: GPU | None, name: str, simulate: boo
     if not tried and best + 1 < out:
         between = f"{_shown(values[max(best, 0)])} and {_shown(values[min(out, len(values) - 1)])}"
         notes.append(Note("near-limit", f"Between {between}, only a simulation can tell."))
-    found = trial(best, best in tried) if best >= 0 else None
-    refused = trial(over, over in tried) if over < len(values) else None
-    if found and not refused:
+    best_trial = trial(best, best in tried) if best >= 0 else None
+    over_trial = trial(over, over in tried) if over < len(values) else None
+    if best_trial and not over_trial:
         notes.append(_limit(spec, name))
-    if not found:
-        assert refused
-        notes += _ways_out(spec, *at(values[0]), refused, name)
-    return Solution(name, found, refused, tuple(notes))
+    if not best_trial:
+        assert over_trial
+        notes += _ways_out(spec, *at(values[0]), over_trial, name)
+    return Solution(name, best_trial, over_trial, tuple(notes))
 
 
 def _decided(
-    sure: int, out: int, simulation: Callable[[int], Report], tried: dict[int, bool]
+    certain: int, out: int, simulation: Callable[[int], Report], tried: dict[int, bool]
 ) -> tuple[int, int]:
     """Return the last index that fits by simulation (-1 if none does) and the first after it that does not. By
-    estimate, indices below `sure` fit, and indices `out` and above do not."""
-    step = max(1, sure // FINE)
+    estimate, indices below `certain` fit, and indices `out` and above do not."""
+    step = max(1, certain // FINE)
 
-    def over(place: int) -> bool:
-        tried[place] = simulation(place).outcome != "fits"
-        return tried[place]
+    def over(index: int) -> bool:
+        tried[index] = simulation(index).outcome != "fits"
+        return tried[index]
 
-    for among in (range(max(0, sure - 1), out, step), range(0, max(0, sure - 1), step)):
-        fitting = bisect_left(among, True, key=over)
-        if fitting:
-            return among[fitting - 1], among[fitting] if fitting < len(among) else out
-        out = among[0] if among else out
+    for indices in (range(max(0, certain - 1), out, step), range(0, max(0, certain - 1), step)):
+        fitting_count = bisect_left(indices, True, key=over)
+        if fitting_count:
+            return indices[fitting_count - 1], indices[fitting_count] if fitting_count < len(indices) else out
+        out = indices[0] if indices else out
     return -1, 0
 
 
 def _candidates(
-    spec: ModelSpec, run: Run, card: GPU | None, name: str
+    spec: ModelSpec, run: Run, gpu: GPU | None, name: str
 ) -> tuple[Sequence[Any], Callable[[Any], tuple[Run, GPU]]]:
     """Return the possible values of `name`, the one that needs least first, and a function that turns a value into a
     run and a GPU."""
     if name not in SIZES:
         raise SpecError(f"{name!r} cannot be solved for; give one of {', '.join(SIZES)}")
     if name == "gpu":
-        if card is not None:
-            raise SpecError(f"gpu={card.name!r} was given, and the smallest GPU is asked for; leave one of them out")
-        cards = {each.name: each for each in gpus() if each.vendor == "NVIDIA" and _can_be(spec, run, each)}
-        if not cards:
+        if gpu is not None:
+            raise SpecError(f"gpu={gpu.name!r} was given, and the smallest GPU is asked for; leave one of them out")
+        devices = {device.name: device for device in gpus() if device.vendor == "NVIDIA" and _can_be(spec, run, device)}
+        if not devices:
             raise SpecError("no GPU of `llmlab gpus` can run this; change its precision or attention")
-        return sorted(cards, key=lambda each: -cards[each].memory), lambda value: (run, cards[value])
-    if card is None:
+        return sorted(devices, key=lambda name: -devices[name].memory), lambda value: (run, devices[value])
+    if gpu is None:
         raise SpecError(f"{name} depends on the GPU, and none was given; name one, or ask for 'gpu'")
-    where = card  # not None, for the lambdas below
+    target = gpu  # not None, for the lambdas below
     if name == "seq_len":
-        return _lengths(spec, run), lambda value: (_of_length(run, value), where)
+        return _lengths(spec, run), lambda value: (_of_length(run, value), target)
     if name == "lora_rank":
         if isinstance(run, Inference) or run.lora is None:
             raise SpecError("lora_rank needs a training run with adapters; give lora=lab.LoRA(...), or on the command "
                             "line --lora with any rank")  # fmt: skip
         lora = run.lora
-        return range(1, spec.hidden + 1), lambda value: (replace(run, lora=replace(lora, rank=value)), where)
-    own = "micro_batch" if isinstance(run, Training) else "batch"
-    if name != own:
-        raise SpecError(f"{name} is not a field of {type(run).__name__}; give {own}")
-    return range(1, MOST_SEQUENCES + 1), lambda value: (replace(run, **{name: value}), where)
+        return range(1, spec.hidden + 1), lambda value: (replace(run, lora=replace(lora, rank=value)), target)
+    field = "micro_batch" if isinstance(run, Training) else "batch"
+    if name != field:
+        raise SpecError(f"{name} is not a field of {type(run).__name__}; give {field}")
+    return range(1, MOST_SEQUENCES + 1), lambda value: (replace(run, **{name: value}), target)
 
 
-def _can_be(spec: ModelSpec, run: Run, card: GPU) -> bool:
-    """Whether the run is possible on the GPU. Raises SpecError if it is possible on no GPU."""
+def _can_be(spec: ModelSpec, run: Run, gpu: GPU) -> bool:
+    """Return whether the run is possible on the GPU. Raises SpecError if it is possible on no GPU."""
     check(spec, run)
     try:
-        check(spec, run, card)
+        check(spec, run, gpu)
     except SpecError:
         return False
     return True
@@ -262,22 +262,22 @@ def _limit(spec: ModelSpec, name: str) -> Note:
     return Note("limit", f"{why}.")
 
 
-def _ways_out(spec: ModelSpec, run: Run, card: GPU, refused: Trial, name: str) -> list[Note]:
+def _ways_out(spec: ModelSpec, run: Run, device: GPU, refused: Trial, name: str) -> list[Note]:
     """Return notes that say by how much the smallest run exceeds the GPU, the smallest GPU on which it fits, and the
     first change that makes it fit this GPU."""
     notes = []
     if refused.outcome == "out of memory":
-        least = derived(spec, run, card)[1].least
-        needs = f"needs at least {show_bytes(least)}, {show_bytes(least - card.memory)} more than {card.name} has"
-        if least <= card.memory:
-            needs = f"runs out of memory in a simulation of {card.name}"
-        what = "The run" if name == "gpu" else f"Even {name}={_shown(refused.value)}"
-        notes.append(Note("problem", f"{what} {needs}."))
-    larger = sorted((each for each in gpus() if each.vendor == card.vendor), key=lambda each: each.memory)
-    fits = (each for each in larger if _can_be(spec, run, each) and derived(spec, run, each)[1].outcome == "fits")
+        least = derived(spec, run, device)[1].least
+        needs = f"needs at least {show_bytes(least)}, {show_bytes(least - device.memory)} more than {device.name} has"
+        if least <= device.memory:
+            needs = f"runs out of memory in a simulation of {device.name}"
+        subject = "The run" if name == "gpu" else f"Even {name}={_shown(refused.value)}"
+        notes.append(Note("problem", f"{subject} {needs}."))
+    same_vendor = sorted((gpu for gpu in gpus() if gpu.vendor == device.vendor), key=lambda gpu: gpu.memory)
+    fits = (gpu for gpu in same_vendor if _can_be(spec, run, gpu) and derived(spec, run, gpu)[1].outcome == "fits")
     if name != "gpu" and (other := next(fits, None)):
         notes.append(Note("larger-gpu", f"The smallest GPU on which it fits by its estimate is {other.name}."))
-    levers = fix(spec, run, card, estimate=derived).levers
-    if lever := next((each for each in levers if each.report.outcome == "fits"), None):
-        notes.append(Note("lever", f"On {card.name} it fits with one change, by its estimate: {lever.name}."))
+    levers = fix(spec, run, device, estimate=derived).levers
+    if lever := next((lever for lever in levers if lever.report.outcome == "fits"), None):
+        notes.append(Note("lever", f"On {device.name} it fits with one change, by its estimate: {lever.name}."))
     return notes

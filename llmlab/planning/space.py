@@ -64,7 +64,7 @@ class Question:
         return values
 
     def late(self, seconds: float, run: Training) -> bool:
-        """Whether training with steps of `seconds` misses the deadline."""
+        """Return whether training with steps of `seconds` misses the deadline."""
         if self.within is None or not self.tokens:
             return False
         return seconds * self.tokens / (run.global_batch * run.seq_len) > self.within * 86_400
@@ -72,18 +72,18 @@ class Question:
 
 @lru_cache(1 << 12)
 def divisors(number: int) -> tuple[int, ...]:
-    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
-    return (*small, *(number // each for each in reversed(small) if each * each < number))
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return (*small, *(number // divisor for divisor in reversed(small) if divisor * divisor < number))
 
 
-def shapes(q: Question, where: Machines) -> Iterator[dict[str, Any]]:
+def shapes(q: Question, machines: Machines) -> Iterator[dict[str, Any]]:
     """Yield the fields of each shape. Tensor parallelism comes with sequence parallelism, which saves memory and costs
     no time, unless that field is fixed."""
     methods = (q.method, *ALLOWED["lora"]) if "lora" in q.allow else (q.method,)
     for method, (seq_len, batch) in product(dict.fromkeys(methods), lengths(q)):
-        kinds = list(_kinds(q, where, method))
-        for tp, pp, cp in _degrees(q, where, seq_len):
-            dp = where.total // (tp * pp * cp)
+        kinds = list(_kinds(q, machines, method))
+        for tp, pp, cp in _degrees(q, machines, seq_len):
+            dp = machines.total // (tp * pp * cp)
             cut = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "sequence_parallel": tp > 1, "seq_len": seq_len}
             if "sequence_parallel" in q.fixed:
                 cut["sequence_parallel"] = q.fixed["sequence_parallel"]
@@ -102,8 +102,8 @@ def lengths(q: Question) -> Iterator[tuple[int, int]]:
         yield length, batch
 
 
-def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]]:
-    half = "bf16" if where.card.supports_bf16 else "fp16"
+def _kinds(q: Question, machines: Machines, method: str) -> Iterator[dict[str, Any]]:
+    half = "bf16" if machines.card.supports_bf16 else "fp16"
     precisions: tuple[str, ...] = (f"autocast-{half}", f"mixed-{half}") if method == "full" else (half,)
     if method == "full" and "precision" in q.allow and half == "bf16":
         precisions += ALLOWED["precision"]
@@ -114,7 +114,7 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
         base["lora"] = adapters(q.spec)
     if method == "qlora":
         base["quantization"] = "nf4"
-    fp8 = ALLOWED["fp8"] if "fp8" in q.allow and where.card.peak("fp8") else (None,)
+    fp8 = ALLOWED["fp8"] if "fp8" in q.allow and machines.card.peak("fp8") else (None,)
     for precision, compiled, eighth, checkpointing, kernels in product(
         q.options("precision", precisions), q.options("compile", (True, False)), q.options("fp8", fp8),
         q.options("checkpointing", (None, "selective", "full")),
@@ -135,17 +135,18 @@ def adapters(spec: ModelSpec) -> LoRA:
     LoRA(targets=('c_attn',))
     """
     names = [linear.name for linear in spec.block_linears if linear.part == "attention"]
-    own = tuple(dict.fromkeys(name for name in names if name not in ("o_proj", "c_proj")))
-    return LoRA() if set(LoRA.targets) <= set(own) else LoRA(targets=own)
+    input_names = tuple(dict.fromkeys(name for name in names if name not in ("o_proj", "c_proj")))
+    return LoRA() if set(LoRA.targets) <= set(input_names) else LoRA(targets=input_names)
 
 
-def _degrees(q: Question, where: Machines, seq_len: int) -> Iterator[tuple[int, int, int]]:
-    sides, heads, layers = divisors(where.total), q.spec.heads, q.spec.layers
-    for tp in q.options("tp", [n for n in sides if n <= where.per_node and heads % n == 0]):
+def _degrees(q: Question, machines: Machines, seq_len: int) -> Iterator[tuple[int, int, int]]:
+    sides, heads, layers = divisors(machines.total), q.spec.heads, q.spec.layers
+    for tp in q.options("tp", [n for n in sides if n <= machines.per_node and heads % n == 0]):
         for pp in q.options("pp", [n for n in sides if n <= layers]):
             short = [n for n in sides if seq_len % n == 0 and (n == 1 or seq_len // n >= LEAST_TOKENS)]
             for cp in q.options("cp", short):
-                if where.total % (tp * pp * cp) == 0 and q.fixed.get("dp", dp := where.total // (tp * pp * cp)) == dp:
+                dp, remainder = divmod(machines.total, tp * pp * cp)
+                if not remainder and q.fixed.get("dp", dp) == dp:
                     yield tp, pp, cp
 
 
@@ -153,8 +154,8 @@ def _micro_batches(q: Question, batch: int, dp: int) -> Iterator[tuple[int, int]
     if batch % dp:
         return
     for micro_batch in q.options("micro_batch", divisors(batch // dp)):
-        accumulation, rest = divmod(batch // dp, micro_batch)
-        if not rest and q.fixed.get("accumulation", accumulation) == accumulation:
+        accumulation, remainder = divmod(batch // dp, micro_batch)
+        if not remainder and q.fixed.get("accumulation", accumulation) == accumulation:
             yield micro_batch, accumulation
 
 
@@ -169,7 +170,7 @@ def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, An
             yield {"stack": replace(q.stack, virtual_pipeline=chunks)}
 
 
-def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
+def shares(q: Question, machines: Machines, dp: int) -> Iterator[dict[str, Any]]:
     """Yield the fields of each share of `dp` data-parallel ranks; the optimizer only if it is fixed or varied.
     The ZeRO stage is left to torchtitan, which with context parallelism shards even if dp=1."""
     stage_is_open = not q.stack.chooses_zero or "zero" in q.fixed
@@ -182,10 +183,10 @@ def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
         if optimizer == "muon" and (offload or ep > 1):  # torch's Muon needs whole matrices on the GPU
             continue
         # Engines offload ZeRO's shards, even with one GPU.
-        held = stages if not offload else (3,) if offload == "optimizer+parameters" else (2,)
-        for zero in q.options("zero", held if optimizer != "muon" else (0,)):
+        sharding_stages = stages if not offload else (3,) if offload == "optimizer+parameters" else (2,)
+        for zero in q.options("zero", sharding_stages if optimizer != "muon" else (0,)):
             copies = [n for n in divisors(dp) if zero >= 2 and not offload and n < dp and dp // n % ep == 0] or (1,)
             for dp_replicate in q.options("dp_replicate", copies):
-                own = {"optimizer": optimizer} if optimizer else {}
+                chosen_optimizer = {"optimizer": optimizer} if optimizer else {}
                 stage = {"zero": zero} if stage_is_open else {}
-                yield {**own, **stage, "ep": ep, "offload": offload, "dp_replicate": dp_replicate}
+                yield {**chosen_optimizer, **stage, "ep": ep, "offload": offload, "dp_replicate": dp_replicate}

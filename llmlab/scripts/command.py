@@ -125,9 +125,9 @@ def _script(target: str, arguments: Sequence[str], **launched: object) -> Comman
     if not program and target in COMMANDS:
         _need(COMMANDS[target])
     if not os.path.exists(program or target) and (os.sep in target or "." in target):
-        known = ", ".join((*LAUNCHERS, *COMMANDS))
+        commands = ", ".join((*LAUNCHERS, *COMMANDS))
         raise SpecError(f"{target} does not exist; give a Python script, -m MODULE, or a command that starts with one "
-                        f"of {known}")  # fmt: skip
+                        f"of {commands}")  # fmt: skip
     if not os.path.exists(program or target) or not _is_python(program or target):
         raise SpecError(f"{target} is not Python code; give the script that it starts, with its arguments, and "
                         "--world-size for several ranks")  # fmt: skip
@@ -136,7 +136,8 @@ def _script(target: str, arguments: Sequence[str], **launched: object) -> Comman
 
 
 def _is_python(path: str) -> bool:
-    """Whether a file is Python code, judged by its name or by its first line, as for the commands of libraries."""
+    """Return whether a file is Python code, judged by its name or by its first line, as for the commands of
+    libraries."""
     if os.path.isdir(path) or os.path.splitext(path)[1] in (".py", ".pyw", ".pyc", ".pyz"):
         return True
     with open(path, "rb") as file:
@@ -146,12 +147,12 @@ def _is_python(path: str) -> bool:
 
 def _parsed(launcher: str, parse: Callable[[Sequence[str]], Namespace], words: Sequence[str]) -> Namespace:
     """Return the options as read by the launcher's own parser; its usage message becomes a SpecError."""
-    said = StringIO()
+    output = StringIO()
     try:
-        with redirect_stderr(said), redirect_stdout(said):
+        with redirect_stderr(output), redirect_stdout(output):
             return parse(words)
     except SystemExit:
-        last = said.getvalue().strip().splitlines()[-1:] or ["it starts no script"]
+        last = output.getvalue().strip().splitlines()[-1:] or ["it starts no script"]
         raise SpecError(f"{launcher} {' '.join(words)}: {last[0].split('error: ')[-1]}") from None
 
 
@@ -269,14 +270,14 @@ def _deepspeed(words: Sequence[str]) -> Command:
     args = _parsed("deepspeed", runner.parse_args, words)
     if args.autotuning:
         raise SpecError(f"deepspeed --autotuning {args.autotuning} starts many runs; give the one to simulate")
-    said = [] if args.no_local_rank else ["--local_rank=0"]  # deepspeed/launcher/launch.py
-    args.training_script, args.training_script_args = args.user_script, [*said, *args.user_args]
+    rank_argument = [] if args.no_local_rank else ["--local_rank=0"]  # deepspeed/launcher/launch.py
+    args.training_script, args.training_script_args = args.user_script, [*rank_argument, *args.user_args]
     per_node = args.num_gpus if args.num_gpus > 0 else None
     nodes = args.num_nodes if args.num_nodes > 0 else None
     if args.include or args.exclude or os.path.isfile(args.hostfile):
         try:
             hosts = runner.fetch_hostfile(args.hostfile) or {"localhost": GPUS_PER_NODE}
-            gpus = [len(each) for each in runner.parse_inclusion_exclusion(hosts, args.include, args.exclude).values()]
+            gpus = [len(ids) for ids in runner.parse_inclusion_exclusion(hosts, args.include, args.exclude).values()]
         except ValueError as error:
             raise SpecError(f"deepspeed {' '.join(words)}: {error}") from error
         if len(set(gpus)) != 1:

@@ -26,18 +26,18 @@ TORCHVISION = "torchvision.datasets.utils"
 SCORE = 1.0  # like every number that the GPU would have computed
 
 
-def read_data(given: tuple[str, ...]) -> dict[str, str]:
+def read_data(texts: tuple[str, ...]) -> dict[str, str]:
     """Return the files by data set name from texts NAME=FILE. Raises SpecError for any other text, and for a file that
     does not exist or has an unsupported type."""
-    found = {}
-    for each in given:
-        name, equals, path = each.partition("=")
+    files = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
         if not (name and equals and path):
-            raise SpecError(f"--data {each}; give NAME=rows.jsonl, where NAME is what the script loads")
+            raise SpecError(f"--data {text}; give NAME=rows.jsonl, where NAME is what the script loads")
         if Path(path).suffix not in FORMATS or not os.path.isfile(path):
-            raise SpecError(f"--data {each}: {path} is not a file of type {', '.join(FORMATS)}")
-        found[name] = os.path.abspath(path)
-    return found
+            raise SpecError(f"--data {text}: {path} is not a file of type {', '.join(FORMATS)}")
+        files[name] = os.path.abspath(path)
+    return files
 
 
 @contextmanager
@@ -63,13 +63,13 @@ def _rows(files: Mapping[str, str]) -> Iterator[None]:
     real = datasets.load_dataset
 
     def load_dataset(*args: Any, **kwargs: Any) -> Any:
-        asked = inspect.signature(real).bind(*args, **kwargs).arguments
-        file = files.get(str(asked["path"]))
+        arguments = inspect.signature(real).bind(*args, **kwargs).arguments
+        file = files.get(str(arguments["path"]))
         if file is None:
             return real(*args, **kwargs)
-        splits = {*SPLITS, *re.findall(r"[a-z]\w*", str(asked.get("split") or ""))}  # "train[:5%]+test"
-        how = {name: asked[name] for name in ("split", "streaming", "features") if name in asked}
-        return real(FORMATS[Path(file).suffix], data_files=dict.fromkeys(splits, file), **how)
+        splits = {*SPLITS, *re.findall(r"[a-z]\w*", str(arguments.get("split") or ""))}  # "train[:5%]+test"
+        options = {name: arguments[name] for name in ("split", "streaming", "features") if name in arguments}
+        return real(FORMATS[Path(file).suffix], data_files=dict.fromkeys(splits, file), **options)
 
     with mock.patch.object(datasets, "load_dataset", load_dataset):
         yield

@@ -34,9 +34,9 @@ class Holder(NamedTuple):
 
     def __str__(self) -> str:
         """Return the place where it grows: the first line of the file that adds to it."""
-        wanted = re.compile(GROWS.format(name=re.escape(self.name)))
+        grows = re.compile(GROWS.format(name=re.escape(self.name)))
         for number, line in enumerate(getlines(self.file), 1):
-            if wanted.search(line):
+            if grows.search(line):
                 return f"{os.path.basename(self.file)}, line {number}, `{line.strip()}`"
         return f"`{self.name}` in {os.path.basename(self.file)}"
 
@@ -50,10 +50,10 @@ def holders(on_gpu: Callable[[Tensor], bool]) -> dict[Holder, int]:
             file = frame.f_code.co_filename
             if not is_library(file) and not file.startswith("<"):
                 local = frame.f_locals
-                for name, where, value in _variables(frame.f_globals | local, file):
+                for name, writer, value in _variables(frame.f_globals | local, file):
                     tensors, nodes = _counted(value, on_gpu)
                     if tensors:
-                        counts[Holder(name, where, nodes > 0)] = tensors + nodes
+                        counts[Holder(name, writer, nodes > 0)] = tensors + nodes
                 if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(local, dict):
                     local.clear()  # before Python 3.13, the frame keeps this copy and its tensors
             frame = frame.f_back
@@ -69,8 +69,8 @@ def _variables(scope: Mapping[str, Any], file: str) -> Iterator[tuple[str, str, 
             yield name, file, value
         elif hasattr(value, "__dict__"):
             module = sys.modules.get(type(value).__module__)
-            where = getattr(module, "__file__", None) or file
-            yield from ((key, where, each) for key, each in list(vars(value).items()) if key not in OWN)
+            writer = getattr(module, "__file__", None) or file
+            yield from ((key, writer, attribute) for key, attribute in list(vars(value).items()) if key not in OWN)
 
 
 def _counted(value: Any, on_gpu: Callable[[Tensor], bool]) -> tuple[int, int]:
@@ -79,14 +79,14 @@ def _counted(value: Any, on_gpu: Callable[[Tensor], bool]) -> tuple[int, int]:
     waiting, visits = [value], 0
     while waiting and visits < VISITS:
         visits += 1
-        each = waiting.pop()
-        if isinstance(each, Tensor) and on_gpu(each):
+        item = waiting.pop()
+        if isinstance(item, Tensor) and on_gpu(item):
             tensors += 1
-            nodes += _nodes(each)
-        elif isinstance(each, Mapping) and _is_plain(each):
-            waiting += islice(each.values(), VISITS)
-        elif isinstance(each, Collection) and _is_plain(each):
-            waiting += islice(each, VISITS)
+            nodes += _nodes(item)
+        elif isinstance(item, Mapping) and _is_plain(item):
+            waiting += islice(item.values(), VISITS)
+        elif isinstance(item, Collection) and _is_plain(item):
+            waiting += islice(item, VISITS)
     return tensors, nodes
 
 
@@ -96,11 +96,11 @@ def _is_plain(container: Collection[Any]) -> bool:
 
 
 def _nodes(tensor: Tensor) -> int:
-    seen = set()
+    visited = set()
     waiting = [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             waiting += [following for following, _ in node.next_functions]
-    return len(seen)
+    return len(visited)

@@ -39,22 +39,22 @@ WEIGHTS_FILE = "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
-def read_configs(given: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def read_configs(texts: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Return the configs by model name from texts NAME=config.json. Raises SpecError for any other text, and for a file
     that is no transformers config."""
-    found = {}
-    for each in given:
-        name, equals, path = each.partition("=")
+    configs = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
         if not (name and equals and path):
-            raise SpecError(f"--config {each}; give NAME=config.json, where NAME is what the script loads")
+            raise SpecError(f"--config {text}; give NAME=config.json, where NAME is what the script loads")
         try:
             config = json.loads(Path(path).read_text("utf-8"))
         except json.JSONDecodeError as error:
             raise SpecError(f"{path} is not JSON: {error}") from None
         if not isinstance(config, dict) or "model_type" not in config:
             raise SpecError(f"{path} has no model_type; give the config.json of a transformers model")
-        found[name] = config
-    return found
+        configs[name] = config
+    return configs
 
 
 @contextmanager
@@ -63,14 +63,14 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
     Enter it inside a simulator.
     """
-    known = {name: find_model(name).config for name in models()}
-    known |= {alias: known[name] for name, alias in MOVED.items() if name in known}
-    known |= {name: dict(config) for name, config in configs.items()}
-    for config in known.values():  # scripts find the class by it
+    all_configs = {name: find_model(name).config for name in models()}
+    all_configs |= {alias: all_configs[name] for name, alias in MOVED.items() if name in all_configs}
+    all_configs |= {name: dict(config) for name, config in configs.items()}
+    for config in all_configs.values():  # scripts find the class by it
         if (made := architecture(config["model_type"])) is not None:
             config.setdefault("architectures", [made])
     with tempfile.TemporaryDirectory(prefix="llmlab-hub-") as folder, ExitStack() as stack:
-        _fill(Path(folder), known, set(configs))
+        _fill(Path(folder), all_configs, set(configs))
         settings = {"HF_HUB_CACHE": folder, "HF_HUB_OFFLINE": "1"}
         stack.enter_context(mock.patch.dict(os.environ, settings))
         constants = sys.modules.get("huggingface_hub.constants")
@@ -80,7 +80,7 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         if hasattr(old, "TRANSFORMERS_CACHE"):
             stack.enter_context(mock.patch.object(old, "TRANSFORMERS_CACHE", folder))
         hooks: dict[str, Callable[[], Any]] = {
-            "transformers.modeling_utils": lambda: stack.enter_context(_weights_made(Path(folder))),
+            "transformers.modeling_utils": lambda: stack.enter_context(_created_weights(Path(folder))),
             "transformers.tokenization_utils_base": lambda: stack.enter_context(_tokenizers_with_files()),
             "kernels": lambda: stack.enter_context(_no_kernels()),
             "huggingface_hub.hf_api": lambda: stack.enter_context(_no_uploads()),
@@ -90,13 +90,14 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         yield
 
 
-def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]], given: set[str]) -> None:
-    """Fill a cache with links to the real one and an entry for each of `configs`; `given` ones replace real entries."""
+def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]], replaced: set[str]) -> None:
+    """Fill a cache with links to the real one and an entry for each of `configs`; `replaced` ones replace real
+    entries."""
     real = hub_cache.folder()
     entries = {path.name: path for path in real.iterdir()} if real.is_dir() else {}
     for name, config in configs.items():
         entry = hub_cache.entry_of(name)
-        if entry in entries and name not in given:
+        if entry in entries and name not in replaced:
             continue
         entries.pop(entry, None)
         (folder / entry / "refs").mkdir(parents=True)
@@ -108,11 +109,11 @@ def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]], given: set[str
         main = path / "refs" / "main"
         snapshot = path / "snapshots" / main.read_text("utf-8").strip() if main.is_file() else path
         if entry.startswith("models--") and (snapshot / "config.json").is_file() and not _has_weights(snapshot):
-            here = folder / entry / "snapshots" / snapshot.name  # our own folder, for the weights
-            here.mkdir(parents=True)
+            own_snapshot = folder / entry / "snapshots" / snapshot.name  # our own folder, for the weights
+            own_snapshot.mkdir(parents=True)
             (folder / entry / "refs").symlink_to(path / "refs")
             for file in snapshot.iterdir():
-                (here / file.name).symlink_to(file.resolve())
+                (own_snapshot / file.name).symlink_to(file.resolve())
         else:
             (folder / entry).symlink_to(path)
 
@@ -122,17 +123,17 @@ def _has_weights(folder: Path) -> bool:
 
 
 @contextmanager
-def _weights_made(cache: Path) -> Iterator[None]:
+def _created_weights(cache: Path) -> Iterator[None]:
     """Let from_pretrained of transformers' models create the checkpoint if there is only a config."""
     from transformers import PreTrainedModel
 
     real = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
-    made: set[Path] = set()
+    created: set[Path] = set()
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         folder = _snapshot(cache, str(name), kwargs.get("subfolder") or "")
-        if folder is not None and folder not in made and not _has_weights(folder):
-            made.add(folder)
+        if folder is not None and folder not in created and not _has_weights(folder):
+            created.add(folder)
             _check_dtype(str(name), folder, kwargs)
             _save(cls, folder, kwargs.get("config"))
         return real(cls, name, *args, **kwargs)
@@ -168,7 +169,7 @@ def _tokenizers_with_files() -> Iterator[None]:
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         tokenizer = real(cls, name, *args, **kwargs)
         files = tokenizer.vocab_files_names
-        read = [each for each in files if tokenizer.init_kwargs.get(each) is not None]  # some classes do not record it
+        read = [file for file in files if tokenizer.init_kwargs.get(file) is not None]  # some classes do not record it
         if files and not read and len(tokenizer) < FEW_TOKENS:
             raise NotAvailable(f"the tokenizer of {name}: {' or '.join(files.values())} is missing; {GIVE}")
         return tokenizer
@@ -237,10 +238,10 @@ def _snapshot(cache: Path, name: str, subfolder: str) -> Path | None:
     if os.path.isdir(name):
         folder = Path(name)
     else:
-        found = hub_cache.snapshot(name, cache)
-        if found is None:
+        snapshot = hub_cache.snapshot(name, cache)
+        if snapshot is None:
             return None
-        folder = found
+        folder = snapshot
     return folder / subfolder if (folder / subfolder / "config.json").is_file() else None
 
 

@@ -78,25 +78,25 @@ class Launches:
 
                 patch(module, "launch_command", launch_command)
 
-            hooks: dict[str, Callable[[], Any]] = {each: ranks_of(each, "Trainer") for each in LIGHTNING}
-            hooks |= {each: ranks_of(each, "Fabric") for each in FABRIC}
+            hooks: dict[str, Callable[[], Any]] = {module: ranks_of(module, "Trainer") for module in LIGHTNING}
+            hooks |= {module: ranks_of(module, "Fabric") for module in FABRIC}
             stack.enter_context(on_import({**hooks, "ray.train.torch": ray, ACCELERATE: launch}))
             yield
 
     def _process(self, real: Callable[..., None]) -> Callable[..., None]:
         @wraps(real)
-        def init(process: Any, args: Any, *others: Any, **options: Any) -> None:
-            words = shlex.split(args) if isinstance(args, str) else [os.fsdecode(each) for each in args]
+        def init(process: Any, args: Any, *rest: Any, **options: Any) -> None:
+            words = shlex.split(args) if isinstance(args, str) else [os.fsdecode(arg) for arg in args]
             if words and self._trains(words):
                 self._go_on(command(words), options.get("env"))
-            real(process, args, *others, **options)
+            real(process, args, *rest, **options)
 
         return init
 
     def _exec(self, real: Callable[..., None]) -> Callable[..., None]:
         @wraps(real)
         def exec_(file: Any, args: Sequence[Any], *environment: Mapping[str, str]) -> None:
-            words = [os.fsdecode(each) for each in args]
+            words = [os.fsdecode(arg) for arg in args]
             if self._trains(words):
                 self._go_on(command(words), environment[0] if environment else None)
             real(file, args, *environment)
@@ -104,13 +104,13 @@ class Launches:
         return exec_
 
     def _trains(self, words: list[str]) -> bool:
-        """Whether `words` start a launcher, or Python code on behalf of a library's command."""
-        name, *others = words
+        """Return whether `words` start a launcher, or Python code on behalf of a library's command."""
+        name, *arguments = words
         if Path(name).name in LAUNCHERS:
             return True
-        if not Path(name).name.startswith("python") or not others:
+        if not Path(name).name.startswith("python") or not arguments:
             return False
-        first, second = (*[each for each in others if each != "-u"], "", "")[:2]
+        first, second = (*[argument for argument in arguments if argument != "-u"], "", "")[:2]
         if first == "-m":
             return second in LAUNCHING_MODULES or (self.script.tool and second.partition(".")[0] not in INSTALLERS)
         # Scripts in torch's folder are Inductor's workers.
@@ -132,8 +132,8 @@ class Launches:
         if ranks == 1 and self.watch.where.world_size is None:
             return
         if self.watch.where.world_size not in (None, ranks):
-            given = f"--world-size gave {self.watch.where.world_size} ranks, and the script starts {ranks}"
-            raise NotAvailable(f"{given}; leave --world-size out, or change the script")
+            conflict = f"--world-size gave {self.watch.where.world_size} ranks, and the script starts {ranks}"
+            raise NotAvailable(f"{conflict}; leave --world-size out, or change the script")
         self.watch.sim.launch(ranks, per_node)
         self.watch.where = replace(self.watch.where, world_size=ranks)
 
@@ -142,10 +142,10 @@ class Launches:
 
         @wraps(real)
         def init(owner: Any, *args: Any, **options: Any) -> None:
-            given = inspect.signature(real).bind(owner, *args, **options).arguments
-            if given.get("accelerator", "auto") != "cpu" and "WORLD_SIZE" not in os.environ:
-                per_node = _number(given.get("devices", "auto"))
-                self._become(per_node * int(given.get("num_nodes") or 1), per_node)
+            arguments = inspect.signature(real).bind(owner, *args, **options).arguments
+            if arguments.get("accelerator", "auto") != "cpu" and "WORLD_SIZE" not in os.environ:
+                per_node = _number(arguments.get("devices", "auto"))
+                self._become(per_node * int(arguments.get("num_nodes") or 1), per_node)
             real(owner, *args, **options)
 
         return init
@@ -172,7 +172,7 @@ def _number(devices: Any) -> int:
     """Return the number of devices in Lightning's `devices`: a number or a list of indices; 1 for "auto" or -1."""
     if isinstance(devices, str):
         devices = devices.strip().strip("[]")
-        devices = [each for each in devices.split(",") if each] if "," in devices else devices
+        devices = [index for index in devices.split(",") if index] if "," in devices else devices
     if isinstance(devices, (list, tuple)):
         return len(devices)
     number = int(devices) if str(devices).lstrip("-").isdigit() else 1

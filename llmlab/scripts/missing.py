@@ -20,7 +20,7 @@ NOT_ON_HUB = (
     "EntryNotFoundError",
 )  # fmt: skip
 # Messages of the libraries for errors without their own type.
-SAID_OF_HUB = (
+HUB_MESSAGES = (
     "Can't load tokenizer for", "Couldn't instantiate the backend tokenizer", "Couldn't find cache for",
     "Couldn't find a module script", "on the Hub (",
 )  # fmt: skip
@@ -34,7 +34,7 @@ NETWORK = (
 )  # fmt: skip
 NO_ANSWER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
 # Messages of libraries that drop the original error: torchvision's MNIST, torch.hub.
-SAID_OF_NETWORK = ("<urlopen error", "no internet connection")
+NETWORK_MESSAGES = ("<urlopen error", "no internet connection")
 URL = re.compile(r"(https?|ftp)://\S+")
 GIVE = (
     "llmlab run downloads nothing. Download it into Hugging Face's cache (`hf download NAME`; for a model config.json "
@@ -73,33 +73,33 @@ def refused(error: BaseException) -> NotAvailable | None:
     while isinstance(error, ImportError) and str(error).startswith(LAZY) and error.__cause__ is not None:
         error = error.__cause__
     errors = list(chain(error))
-    said = " ".join(str(error).split())
-    if path := next((found[1] for each in errors if (found := NO_FOLDER.search(str(each)))), None):
+    message = " ".join(str(error).split())
+    if path := next((match[1] for e in errors if (match := NO_FOLDER.search(str(e)))), None):
         return NotAvailable(f"{path} is not a folder here; create it with the model's config.json and the files of its "
                             f"tokenizer, which are enough, or give another path{script_line(error)}")  # fmt: skip
-    if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
+    if any(type(e).__name__ in NOT_ON_HUB or any(words in str(e) for words in HUB_MESSAGES) for e in errors):
         name = next((name for name in _locals(errors, *ASKED) if isinstance(name, str)), "")
-        named = "" if name in said else f"{name}: "
-        return NotAvailable(f"{named}{said}; {GIVE}{script_line(error)}")
-    if any(type(each).__name__ == "LocalTokenNotFoundError" for each in errors):
-        return NotAvailable(f"{said}; llmlab run uses no account of the Hub. Leave out what needs one"
+        named = "" if name in message else f"{name}: "
+        return NotAvailable(f"{named}{message}; {GIVE}{script_line(error)}")
+    if any(type(e).__name__ == "LocalTokenNotFoundError" for e in errors):
+        return NotAvailable(f"{message}; llmlab run uses no account of the Hub. Leave out what needs one"
                             f"{script_line(error)}")  # fmt: skip
-    if any(_is_network(each) for each in errors):
-        asked = _address(errors) or said
-        file = asked.partition("?")[0].lower()
-        more = [f". {words}" for ends, words in INSTEAD.items() if file.endswith(ends)]
-        return NotAvailable(f"{asked}: {FETCH}{''.join(more)}{script_line(error)}")
-    imports = [each for each in errors if isinstance(each, ImportError)]
-    if any(str(each.name).partition(".")[0] == "unsloth" for each in imports):
+    if any(map(_is_network, errors)):
+        address = _address(errors) or message
+        file = address.partition("?")[0].lower()
+        advice = [f". {words}" for suffixes, words in INSTEAD.items() if file.endswith(suffixes)]
+        return NotAvailable(f"{address}: {FETCH}{''.join(advice)}{script_line(error)}")
+    imports = [e for e in errors if isinstance(e, ImportError)]
+    if any(str(e.name).partition(".")[0] == "unsloth" for e in imports):
         return UNSLOTH
-    if any(re.search(r"\bvllm\b", f"{each.name} {each}", re.IGNORECASE) for each in imports):
+    if any(re.search(r"\bvllm\b", f"{e.name} {e}", re.IGNORECASE) for e in imports):
         return NotAvailable(f"{VLLM}{script_line(error)}")
-    words = {word for each in imports for word in re.findall(r"\w+", f"{each.name} {each}")}
+    words = {word for e in imports for word in re.findall(r"\w+", f"{e.name} {e}")}
     if compiled := next((name for name in COMPILED if name in words), None):
         why = "its kernels are compiled for a GPU and not simulated, so do not install it"
-        return NotAvailable(f"{said.rstrip('.')}: {why}; let the script use {COMPILED[compiled]}{script_line(error)}")
-    if any(isinstance(each, ModuleNotFoundError) or "install" in str(each) for each in imports):
-        return NotAvailable(f"{said.rstrip('.')}: install that package beside llmlab, or leave it out of the "
+        return NotAvailable(f"{message.rstrip('.')}: {why}; let the script use {COMPILED[compiled]}{script_line(error)}")
+    if any(isinstance(e, ModuleNotFoundError) or "install" in str(e) for e in imports):
+        return NotAvailable(f"{message.rstrip('.')}: install that package beside llmlab, or leave it out of the "
                             f"script{script_line(error)}")  # fmt: skip
     return None
 
@@ -115,7 +115,7 @@ def _is_network(error: BaseException) -> bool:
     kind = type(error)
     if kind.__module__.split(".")[0] in NETWORK_LIBRARIES and kind.__name__ in NETWORK:
         return True
-    return getattr(error, "errno", None) in NO_ANSWER or any(words in str(error) for words in SAID_OF_NETWORK)
+    return getattr(error, "errno", None) in NO_ANSWER or any(words in str(error) for words in NETWORK_MESSAGES)
 
 
 def _frames(errors: list[BaseException]) -> list[FrameType]:
@@ -136,7 +136,7 @@ def _address(errors: list[BaseException]) -> str | None:
 
 def script_line(error: BaseException) -> str:
     """Return the line of the user's script that led to the error, in parentheses; "" if there is none."""
-    frames = [summary for each in chain(error) for summary in traceback.extract_tb(each.__traceback__)]
+    frames = [summary for cause in chain(error) for summary in traceback.extract_tb(cause.__traceback__)]
     for frame in reversed(frames):
         if not frame.filename.startswith(NOT_THE_USERS) and "-packages" not in frame.filename:
             return f" ({frame.filename}, line {frame.lineno})"

@@ -18,11 +18,11 @@ FORKS = hasattr(os, "fork")
 
 
 class Processes:
-    """The processes of one run: `taken` has the peak memory, in bytes, of each process that used the GPU."""
+    """The processes of one run: `peaks` has the peak memory, in bytes, of each process that used the GPU."""
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
-        self.taken: list[int] = []
+        self.peaks: list[int] = []
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -46,7 +46,7 @@ class Processes:
                 try:
                     yield
                 finally:
-                    self.taken = [int(each.read_text("utf-8")) for each in Path(folder).iterdir()]
+                    self.peaks = [int(file.read_text("utf-8")) for file in Path(folder).iterdir()]
 
 
 @contextmanager

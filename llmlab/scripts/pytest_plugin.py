@@ -82,22 +82,23 @@ class _Stored:
     def keep(self, report: ScriptReport) -> None:
         if self.updating:
             sizes = {module: sum(parts.values()) for module, parts in report.by_module.items()}
-            taken = {"peak_allocated": report.peak_allocated, "peak_reserved": report.peak_reserved, "modules": sizes}
-            write_whole(self.path, json.dumps({**self._read(), report.command: taken}, indent=1, sort_keys=True) + "\n")
+            memory = {"peak_allocated": report.peak_allocated, "peak_reserved": report.peak_reserved, "modules": sizes}
+            tests = {**self._read(), report.command: memory}
+            write_whole(self.path, json.dumps(tests, indent=1, sort_keys=True) + "\n")
 
     def explain(self, report: ScriptReport) -> str:
         """Return the message of a failing test: its memory, the limit, and the modules that have grown, or the
         largest ones if nothing was stored."""
-        taken, room = (report.peak_reserved or 0), report.limit or report.capacity
-        head = f"{report.command} takes {show_bytes(report.process or taken)} of {report.gpu}'s {show_bytes(room)}"
+        reserved, room = (report.peak_reserved or 0), report.limit or report.capacity
+        head = f"{report.command} takes {show_bytes(report.process or reserved)} of {report.gpu}'s {show_bytes(room)}"
         if report.where:
             head = f"{report.command} runs out of memory on {report.gpu}: {report.where}"
         sizes = {module: sum(parts.values()) for module, parts in report.by_module.items()}
         before = self._read().get(report.command)
         if before is None:
             lines = [f"  {show_bytes(size):>12}  {module}" for module, size in _largest(sizes)]
-            told = "the peak by module (`pytest --update-memory` stores it, to compare with):"
-            return "\n".join([head, told, *lines])
+            heading = "the peak by module (`pytest --update-memory` stores it, to compare with):"
+            return "\n".join([head, heading, *lines])
         grown = {name: size - before["modules"].get(name, 0) for name, size in sizes.items()}
         lines = [f"  {'+' + show_bytes(size):>13}  {module}" for module, size in _largest(grown) if size > 0]
         return "\n".join([head, f"what has grown since {self.path.name} was stored:", *(lines or ["  no module"])])

@@ -70,7 +70,7 @@ def run_script(
                 if not is_out_of_memory(error) and not (isinstance(error, SystemExit) and watch.sim.out_of_memory):
                     raise _verdict(script, error, watch.refused) from None
                 watch.ended = RAN_OUT_OF_MEMORY  # even if the script, or its runner, caught the error
-        watch.elsewhere = processes.taken
+        watch.elsewhere = processes.peaks
         on_end(watch)
         report = watch.report(str(script))
         return replace(report, notes=(*script.notes, *launches.notes, *_hidden(watch, visible), *report.notes))
@@ -87,10 +87,11 @@ def _hidden(watch: Watch, visible: str) -> tuple[Note, ...]:
 def _execute(script: Command) -> None:
     """Run the script as Python would."""
     first = os.getcwd() if script.module else os.path.dirname(os.path.abspath(script.target))
-    more = script.environment.get("PYTHONPATH", "").split(os.pathsep)  # set by accelerate's launcher for DeepSpeed
+    # Set by accelerate's launcher for DeepSpeed.
+    extra_paths = script.environment.get("PYTHONPATH", "").split(os.pathsep)
     with (
         mock.patch.object(sys, "argv", [script.target, *script.arguments]),
-        mock.patch.object(sys, "path", [first, *filter(None, more), *sys.path]),
+        mock.patch.object(sys, "path", [first, *filter(None, extra_paths), *sys.path]),
     ):
         if script.module:
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
@@ -106,31 +107,31 @@ def _verdict(script: Command, error: BaseException, refused: str | None) -> NotA
     """
     caught = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(caught, Exception) and not isinstance(caught, ArgumentError):  # argparse has printed its message
-        if (said := _said(caught)) is None and refused:
+        if (refusal := _refusal(caught)) is None and refused:
             last = f"{type(caught).__name__}: {' '.join(str(caught).split())}"
             went_on = "The script went on after this, and failed with"
             return NotAvailable(f"{refused}. {went_on} {last}{script_line(caught)}")
-        return said or _failure(caught)
+        return refusal or _failure(caught)
     assert isinstance(error, SystemExit)
     return ScriptFailed(f"{script.target} called sys.exit({error.code!r})")
 
 
-def _said(error: BaseException) -> NotAvailable | None:
+def _refusal(error: BaseException) -> NotAvailable | None:
     """Return a NotAvailable if the error comes from the simulator, or from a missing resource, else None."""
     from ..simulation.values.placeholders import WAY_ROUND, Unknown
 
-    for each in chain(error):
-        if isinstance(each, NotAvailable):
-            return each if ", line " in str(each) else NotAvailable(f"{each}{script_line(each)}")
-        if isinstance(each, TypeError) and Unknown.__name__ in str(each):  # torch's error about a size
-            line = traceback.extract_tb(each.__traceback__)[-1]
-            return NotAvailable(f"{each}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
+    for cause in chain(error):
+        if isinstance(cause, NotAvailable):
+            return cause if ", line " in str(cause) else NotAvailable(f"{cause}{script_line(cause)}")
+        if isinstance(cause, TypeError) and Unknown.__name__ in str(cause):  # torch's error about a size
+            line = traceback.extract_tb(cause.__traceback__)[-1]
+            return NotAvailable(f"{cause}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
     return refused(error)
 
 
 def _failure(error: BaseException) -> ScriptFailed:
     """Return the script's own traceback, without the frames of llmlab and runpy."""
-    told = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in told.stack if not frame.filename.startswith(OURS)]
-    told.stack = traceback.StackSummary.from_list(frames)
-    return ScriptFailed("".join(told.format()).rstrip())
+    formatted = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in formatted.stack if not frame.filename.startswith(OURS)]
+    formatted.stack = traceback.StackSummary.from_list(frames)
+    return ScriptFailed("".join(formatted.format()).rstrip())

@@ -55,8 +55,8 @@ class Conditions:
     def __post_init__(self) -> None:
         check_counts(world_size=self.ranks, steps=1 if self.steps is None else self.steps)
         if self.limit is not None and not 0 < self.limit <= self.gpu.memory:
-            card = f"{self.gpu.name}'s {show_bytes(self.gpu.memory)}"
-            raise SpecError(f"the memory limit is {show_bytes(self.limit)}; give more than 0 and at most {card}")
+            gpu_memory = f"{self.gpu.name}'s {show_bytes(self.gpu.memory)}"
+            raise SpecError(f"the memory limit is {show_bytes(self.limit)}; give more than 0 and at most {gpu_memory}")
 
     @property
     def ranks(self) -> int:
@@ -64,11 +64,12 @@ class Conditions:
 
 
 @contextmanager
-def watched(where: Conditions, on_step: Callable[[Watch], None] = lambda watch: None) -> Iterator[Watch]:
-    """Simulate the GPU of `where` until the block ends; `on_step` is called after each update and backward pass."""
-    card = replace(where.gpu, memory=ROOMY) if where.roomy else where.gpu
-    with simulator(card, assume=where.assume, world_size=where.world_size) as sim:
-        watch = Watch(sim, where, on_step)
+def watched(conditions: Conditions, on_step: Callable[[Watch], None] = lambda watch: None) -> Iterator[Watch]:
+    """Simulate the GPU of `conditions` until the block ends; `on_step` is called after each update and backward
+    pass."""
+    gpu = replace(conditions.gpu, memory=ROOMY) if conditions.roomy else conditions.gpu
+    with simulator(gpu, assume=conditions.assume, world_size=conditions.world_size) as sim:
+        watch = Watch(sim, conditions, on_step)
         with watch.counting():
             yield watch
 
@@ -96,10 +97,10 @@ class Watch:
         self._in_engine = False  # DeepSpeed's engine.step runs
         self._stepped: set[int] = set()  # ids of the parameters that this update has stepped
         self._operators_done = 0  # the number of operators that had run after its last step
-        self._optimizers: WeakSet[Any] = WeakSet()  # all that existed when a new one first stepped
+        self._optimizers: WeakSet[Any] = WeakSet()  # all optimizers that existed when a new one first stepped
         self._has_optimizer = False
         self._allocated = 0  # bytes at the end of the last update
-        self._holders: dict[Holder, int] = {}  # the holders of tensors then, if memory grew
+        self._holders: dict[Holder, int] = {}  # the holders of tensors at that time, if memory grew
         self._holder: Holder | None = None  # the holder that grows with each update
 
     @contextmanager
@@ -185,7 +186,7 @@ class Watch:
         if optimizer in self._stepping:  # its last step raised an error
             del self._stepping[self._stepping.index(optimizer) :]
         between = not (self._stepping or self._in_engine or _in_backward())
-        if between and any(id(each) in self._stepped for each in _with_gradients(optimizer)):
+        if between and any(id(parameter) in self._stepped for parameter in _with_gradients(optimizer)):
             self._end_update()
         self._stepping.append(optimizer)
 
@@ -193,14 +194,14 @@ class Watch:
         del self._stepping[self._stepping.index(optimizer) :]
         if _makes_states():
             return
-        self._stepped.update(id(each) for group in optimizer.param_groups for each in group["params"])
+        self._stepped.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         self._operators_done = len(self._operators)
         if self._stepping or self._in_engine or _in_backward():
             return  # another optimizer steps this one, or only part of the parameters stepped
         if optimizer not in self._optimizers:
             self._optimizers = WeakSet(_all_optimizers())
-        waiting = (each for other in self._optimizers for each in _with_gradients(other))
-        if all(id(each) in self._stepped for each in waiting):
+        waiting = (parameter for other in self._optimizers for parameter in _with_gradients(other))
+        if all(id(parameter) in self._stepped for parameter in waiting):
             self._end_update()
 
     def _end_update(self) -> None:
@@ -219,22 +220,23 @@ class Watch:
         self._find_holder()
         self.sim.end_step()
         self._stepped.clear()
-        later = self._operators[self._operators_done :]  # those of the next update
+        next_operators = self._operators[self._operators_done :]  # those of the next update
         del self._operators[self._operators_done :]
         if (seconds := self._operators.seconds) is not None:
             self._seconds.append(seconds)
         elif self._untimed is None:
             self._untimed = self._operators.untimed
-        self._operators[:] = later
+        self._operators[:] = next_operators
 
     def _find_holder(self) -> None:
         """Find the variable that grows with memory, only if an update after the first ends with more memory."""
         if self._holder is None and self.steps > 1 and self.sim.allocated > self._allocated:
-            now = holders(self.sim.holds)
-            grown = {holder: size - self._holders[holder] for holder, size in now.items() if holder in self._holders}
+            current = holders(self.sim.holds)
+            before = self._holders
+            grown = {holder: size - before[holder] for holder, size in current.items() if holder in before}
             if most := max(grown.values(), default=0):
                 self._holder = next(holder for holder, size in grown.items() if size == most) if most > 0 else None
-            self._holders = now
+            self._holders = current
         self._allocated = self.sim.allocated
 
     @property
@@ -249,15 +251,15 @@ class Watch:
         sim, where, timeline = self.sim, self.where, self.sim.timeline
         ranks = max(where.ranks, sim.ranks)
         outside = where.gpu.outside(ranks)
-        taken = sim.peak_reserved + (outside or 0)
+        used = sim.peak_reserved + (outside or 0)
         nothing_seen = not self.steps and (self.refused or self.elsewhere)
         notes: list[Note] = []
         outcome: Outcome = "unknown" if self.ended == INTERRUPTED or nothing_seen else "fits"
-        if self.ended == RAN_OUT_OF_MEMORY or taken > (where.limit or where.gpu.memory):
+        if self.ended == RAN_OUT_OF_MEMORY or used > (where.limit or where.gpu.memory):
             outcome = "unknown" if sim.has_upper_sizes else "out of memory"
             notes = [EAGER_TOO_LARGE] if sim.has_upper_sizes else []
-        known = self._seconds and sim.counts_all_kernels
-        seconds = median(self._seconds[1:] or self._seconds) if known else None
+        timed = self._seconds and sim.counts_all_kernels
+        seconds = median(self._seconds[1:] or self._seconds) if timed else None
         interval = self._operators.interval if seconds and ranks == 1 else None
         notes += sim.notes
         if self._untimed and not seconds:
@@ -275,8 +277,8 @@ class Watch:
             notes.append(Note("caught-refusal", f"{caught}: {self.refused}"))
         if self.elsewhere:
             most = show_bytes(max(self.elsewhere))
-            others = "Processes that the script started are not included in these sizes"
-            notes.append(Note("other-processes", f"{others}; each allocated at most {most}."))
+            excluded = "Processes that the script started are not included in these sizes"
+            notes.append(Note("other-processes", f"{excluded}; each allocated at most {most}."))
         return ScriptReport(
             command=name,
             gpu=where.gpu.name,
@@ -288,9 +290,9 @@ class Watch:
             where=sim.out_of_memory if self.ended == RAN_OUT_OF_MEMORY else None,
             peak_allocated=timeline.peak,
             peak_reserved=sim.peak_reserved,
-            process=None if outside is None else taken,
+            process=None if outside is None else used,
             limit=where.limit,
-            needed=taken if outcome == "out of memory" and self.ended != RAN_OUT_OF_MEMORY else None,
+            needed=used if outcome == "out of memory" and self.ended != RAN_OUT_OF_MEMORY else None,
             step_seconds=seconds,
             step_seconds_low=seconds / interval if seconds and interval else None,
             step_seconds_high=seconds * interval if seconds and interval else None,
@@ -324,7 +326,7 @@ def _without_time(gpu: GPU, dtype: str) -> str:
 def _all_optimizers() -> list[Any]:
     from torch.optim import Optimizer
 
-    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]
 
 
 def _with_gradients(optimizer: Any) -> list[Any]:
@@ -332,7 +334,7 @@ def _with_gradients(optimizer: Any) -> list[Any]:
 
     groups = getattr(optimizer, "param_groups", ())  # accelerate's wrapper has them if the wrapped one does
     with DisableTorchFunction():  # so that reading an attribute runs no user code
-        return [each for group in groups for each in group["params"] if each.grad is not None]
+        return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
 
 def _in_backward() -> bool:
@@ -342,7 +344,8 @@ def _in_backward() -> bool:
 
 
 def _makes_states() -> bool:
-    """Whether torch.distributed.checkpoint runs this step, without a learning rate, to create states to load into."""
+    """Return whether torch.distributed.checkpoint runs this step, without a learning rate, to create states to load
+    into."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.optim.", "torch.utils.", __name__)):
         frame = frame.f_back

@@ -132,7 +132,7 @@ class WrittenFiles:
             shutil.copy2(path, written)
         return written
 
-    def _taken(self, path: str) -> FileExistsError:
+    def _file_exists(self, path: str) -> FileExistsError:
         return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
     # ---- the functions
@@ -144,7 +144,7 @@ class WrittenFiles:
         if not set(mode) & set("wax+"):
             return real_open(self._seen(path), mode, *args, **kwargs)
         if "x" in mode and self._exists(path):
-            raise self._taken(path)
+            raise self._file_exists(path)
         if "r" in mode:
             self._seen(path)
         return real_open(self._to_write(path, keep="w" not in mode), mode, *args, **kwargs)
@@ -156,7 +156,7 @@ class WrittenFiles:
         if not flags & WRITING:
             return real_descriptor(self._seen(name), flags, mode)
         if flags & os.O_EXCL and self._exists(name):
-            raise self._taken(name)
+            raise self._file_exists(name)
         if not flags & os.O_CREAT:
             self._seen(name)
         return real_descriptor(self._to_write(name, keep=not flags & os.O_TRUNC), flags, mode)
@@ -167,7 +167,7 @@ class WrittenFiles:
             real_mkdir(path, mode, dir_fd=dir_fd)
             return
         if self._exists(name):
-            raise self._taken(name)
+            raise self._file_exists(name)
         real_mkdir(self._to_write(name, keep=False), mode)
 
     def _listdir(self, path: Any = ".") -> list[Any]:
@@ -175,21 +175,21 @@ class WrittenFiles:
         if name is None:
             return real_listdir(path)
         names = [entry.name for entry in self._entries(name)]
-        return [os.fsencode(each) for each in names] if isinstance(path, bytes) else names
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def _scandir(self, path: Any = ".") -> Any:
         name = self._path(path)
         return real_scandir(path) if name is None else Entries(self._entries(name))
 
     def _entries(self, path: str) -> list[os.DirEntry]:
-        written, found = self._written(path), {}
+        written, entries = self._written(path), {}
         self._seen(path)
         if self._is_there(path):
-            found = {entry.name: entry for entry in real_scandir(path)}
-            found = {name: entry for name, entry in found.items() if self._is_there(os.path.join(path, name))}
+            entries = {entry.name: entry for entry in real_scandir(path)}
+            entries = {name: entry for name, entry in entries.items() if self._is_there(os.path.join(path, name))}
         if _exists(written):
-            found |= {entry.name: entry for entry in real_scandir(written)}
-        return list(found.values())
+            entries |= {entry.name: entry for entry in real_scandir(written)}
+        return list(entries.values())
 
     def _chdir(self, path: Any) -> None:
         name = self._path(path)
@@ -256,14 +256,14 @@ class WrittenFiles:
             if old is None and new is None:
                 real(source, target, **kwargs)
                 return
-            found = source if old is None else self._seen(old)
-            to = target if new is None else self._to_write(new, keep=False)
-            if found != old:
-                real(found, to)
-            elif os.path.isdir(found):
-                shutil.copytree(found, to, symlinks=True)
+            real_source = source if old is None else self._seen(old)
+            real_target = target if new is None else self._to_write(new, keep=False)
+            if real_source != old:
+                real(real_source, real_target)
+            elif os.path.isdir(real_source):
+                shutil.copytree(real_source, real_target, symlinks=True)
             else:
-                shutil.copy2(found, to)
+                shutil.copy2(real_source, real_target)
             if old is not None:
                 self._remove(old)
 
@@ -273,9 +273,9 @@ class WrittenFiles:
         def link(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
             name = self._path(target)
             if name is not None and self._exists(name):
-                raise self._taken(name)
-            if os.path.isabs(source) and (there := self._path(source)) is not None and self._exists(there):
-                source = self._seen(there)
+                raise self._file_exists(name)
+            if os.path.isabs(source) and (source_path := self._path(source)) is not None and self._exists(source_path):
+                source = self._seen(source_path)
             real(source, target if name is None else self._to_write(name, keep=False), *args, **kwargs)
 
         return link

@@ -1,4 +1,4 @@
-"""The simulated card: its allocator, the engine that asks it for memory, and what it answers to torch.cuda."""
+"""The simulated GPU: its allocator, the engine that allocates from it, and its answers to torch.cuda."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .profile.snapshot import History, snapshot
 
 
 class Card:
-    """One simulated card with `memory`, beside a real `host` or, without one, beside a simulated one.
+    """One simulated GPU with `memory`, and a real `host`, or a simulated host if `host` is None.
 
-    `hidden`: from libraries that would load a driver. `local_ranks`: the cards of its node, of which it is the first.
-    `ranks`: those of the process group that the code made.
+    If `hidden`, libraries that would load a driver do not see the GPU. `local_ranks` is the number of GPUs in its node,
+    of which it is the first, and `ranks` the size of the process group that the code created.
     """
 
     local_ranks = ranks = 1
@@ -25,17 +25,17 @@ class Card:
         self.gpu, self.memory, self.hidden = gpu, memory, False
         self.engine = Engine(GPU_DEVICE, memory, gpu, host=host)
         self.history = History()
-        self.kept_files: dict[str, Any] = {}  # checkpoints that were not written, by path
-        self.peaks_before = 0, 0  # bytes allocated and reserved at most before the peaks were last reset
+        self.kept_files: dict[str, Any] = {}  # checkpoints kept in memory instead of on disk, by path
+        self.peaks_before = 0, 0  # peaks of allocated and reserved bytes before the last reset
 
     @property
     def free(self) -> int:
-        """Bytes that the driver has left: what mem_get_info shows."""
+        """Bytes that the driver has left, as mem_get_info reports."""
         return self.memory.driver.left
 
     @property
     def peaks(self) -> tuple[int, int]:
-        """Bytes allocated and reserved at most, also before a script reset torch's peaks."""
+        """Peaks of allocated and reserved bytes, including those before a script reset torch's peaks."""
         allocated, reserved = self.peaks_before
         return max(allocated, self.memory.peak_allocated), max(reserved, self.memory.peak_reserved)
 

@@ -50,7 +50,7 @@ from .engine.real_host import RealHost
 from .patching.bitsandbytes import fake_bitsandbytes
 from .patching.imports import swept
 from .patching.install import as_cuda, installed
-from .patching.patches import fake_parameters, held_random_states, tensors_on_card
+from .patching.patches import count_random_states, fake_parameters, tensors_on_card
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
 from .simulator import EAGER_TOO_LARGE
@@ -207,7 +207,7 @@ def _take(
             engine = simulated_card.engine
         else:
             engine = Engine(HOST, HostMemory())  # this machine's own libraries run on fake tensors
-            for patch in (fake_parameters(), tensors_on_card(), held_random_states(engine),
+            for patch in (fake_parameters(), tensors_on_card(), count_random_states(engine),
                           fake_bitsandbytes(on_card=False)):  # fmt: skip
                 stack.enter_context(patch)
         recording = StepRecording(engine, card, on_phase)

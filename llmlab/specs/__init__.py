@@ -1,1 +1,1 @@
-"""What is asked for: a model's sizes (ModelSpec) and a run (Training, Inference), as data that checks itself."""
+"""Specifications: a model's sizes (ModelSpec) and a run (Training, Inference), as data that checks itself."""

@@ -1,4 +1,4 @@
-"""Checks that a model, a run and a card fit each other, before anything is computed or allocated."""
+"""Checks that a model, a run and a GPU are compatible, before anything is computed or allocated."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from .stages import layers_of
 
 HALF = {"fp16", "bf16"}
 ALL_LINEAR = ("all-linear",)
-GPTQ_OUTPUTS = 32  # by which AutoGPTQ's layer counts packed zeros (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py)
+# AutoGPTQ's layer packs zeros in groups of this many (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
+GPTQ_OUTPUTS = 32
 
 
 def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> Run:
-    """Return `run`, with eager attention if nobody chose an attention and the model's class has no SDPA, and with the
-    names of all linear layers but the head for LoRA's "all-linear", which is peft's word.
+    """Return `run` with two defaults resolved: eager attention if no attention was chosen and the model's class has no
+    SDPA, and the names of all linear layers except the head for LoRA's "all-linear", as in peft.
 
-    Raises SpecError where `run` asks for what the model or the GPU does not have.
+    Raises SpecError if the model or the GPU does not support `run`.
     """
     if not isinstance(run, (Training, Inference)):
-        given = f"run={reprlib.repr(run)} is a {type(run).__name__}"
-        raise SpecError(f"{given}; give a lab.Training(...) or a lab.Inference(...)")
-    given = "attention" not in vars(run)["unset"] or stack_of(run).own_program
-    if not given and run.attention not in attentions(spec.family):
+        kind = type(run).__name__
+        raise SpecError(f"run={reprlib.repr(run)} is a {kind}; give a lab.Training(...) or a lab.Inference(...)")
+    chosen = "attention" not in vars(run)["unset"] or stack_of(run).own_program
+    if not chosen and run.attention not in attentions(spec.family):
         run = replace(run, attention="eager")
     if isinstance(run, Training) and run.lora and run.lora.targets == ALL_LINEAR and spec.has_formulas:
         names = dict.fromkeys(linear.name for linear in spec.block_linears)
         run = replace(run, lora=replace(run.lora, targets=tuple(names)))
     _check_run(spec, run)
     if gpu is not None:
-        _check_card(run, gpu)
+        _check_gpu(run, gpu)
     return run
 
 
-@lru_cache(maxsize=256)  # who asks for a run on one card asks for it on others
+@lru_cache(maxsize=256)  # one run is usually checked on several GPUs
 def _check_run(spec: ModelSpec, run: Run) -> None:
-    if not stack_of(run).own_program and run.attention not in (known := attentions(spec.family)):
+    if not stack_of(run).own_program and run.attention not in (supported := attentions(spec.family)):
         raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use one of "
-                        f"{', '.join(known)}")  # fmt: skip
+                        f"{', '.join(supported)}")  # fmt: skip
     if run.seq_len > spec.max_positions and not spec.rotary:
         what = "seq_len" if isinstance(run, Training) else "prompt_len + new_tokens"
         raise SpecError(
@@ -67,15 +68,15 @@ def _check_run(spec: ModelSpec, run: Run) -> None:
         layers_of(spec, run)
         images_of(spec, run)
         if run.pp * run.virtual_stages > spec.layers + 2:  # each has a layer, the embedding or the head
-            given = f"virtual_stages={run.virtual_stages} with pp={run.pp}"
+            stages = f"virtual_stages={run.virtual_stages} with pp={run.pp}"
             raise SpecError(
-                f"{given}: {spec.name} has only {spec.layers} layers for so many virtual stages; give "
+                f"{stages}: {spec.name} has only {spec.layers} layers for so many virtual stages; give "
                 "fewer"
             )
         _check_training(spec, run)
 
 
-def _check_card(run: Run, gpu: GPU) -> None:
+def _check_gpu(run: Run, gpu: GPU) -> None:
     for dtype in sorted(dtypes_of(run) & HALF):
         if gpu.peak(dtype) is None:
             other = "fp16, or for training autocast-fp16" if gpu.peak("fp16") else "fp32"
@@ -98,18 +99,18 @@ def _check_card(run: Run, gpu: GPU) -> None:
 def _check_training(spec: ModelSpec, run: Training) -> None:
     stack = stack_of(run)
     if stack.families and spec.family not in stack.families:
-        known = ", ".join(stack.families)
-        raise SpecError(f"stack={stack.name!r} supports {known} here, not {spec.family}; give another stack")
+        families = ", ".join(stack.families)
+        raise SpecError(f"stack={stack.name!r} supports {families} here, not {spec.family}; give another stack")
     stack.check_model(spec, run, layers_of(spec, run))
     if spec.tied and not stack.ties_heads:
         tied = f"{spec.name} ties its head to the embedding"
         raise SpecError(f"{tied}, which stack={stack.name!r} does not support here; give another stack")
-    if run.lora and spec.has_formulas:  # of other families only the real class knows the names
+    if run.lora and spec.has_formulas:  # for other families, only the real class knows the names
         names = {linear.name for linear in spec.linears}
         if missing := [target for target in run.lora.targets if target not in names]:
             have = ", ".join(sorted(names))
-            given = f"LoRA targets {', '.join(missing)} are not layers of {spec.name}"
-            raise SpecError(f"{given}; give all-linear, or some of {have}")
+            problem = f"LoRA targets {', '.join(missing)} are not layers of {spec.name}"
+            raise SpecError(f"{problem}; give all-linear, or some of {have}")
     if run.fp8_recipe:
         _check_fp8(spec, run)
     if run.quantization == "gptq":
@@ -119,7 +120,7 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
 
 
 def _check_fp8(spec: ModelSpec, run: Training) -> None:
-    """Raise SpecError for layers that torchao cannot convert, or whose shapes fp8 units do not take."""
+    """Raise SpecError for layers that torchao cannot convert, or whose shapes fp8 units do not support."""
     if run.fp8 and spec.family == "gpt2":
         raise SpecError(
             f"fp8={run.fp8!r}: torchao converts nn.Linear, but transformers' gpt2 uses Conv1D; leave out "
@@ -134,24 +135,25 @@ def _check_fp8(spec: ModelSpec, run: Training) -> None:
 
 
 def _check_gptq(spec: ModelSpec, run: Training) -> None:
-    """Raise SpecError for what AutoGPTQ's layer (formulas/gptq.py) does not do, or is not described with."""
-    given = "quantization='gptq' with"
+    """Raise SpecError for runs that AutoGPTQ's layer (formulas/gptq.py) does not support, or that we do not
+    describe."""
+    gptq = "quantization='gptq' with"
     if run.compile:
-        raise SpecError(f"{given} compile=True is not supported: how Inductor fuses the unpacking of weights is "
+        raise SpecError(f"{gptq} compile=True is not supported: how Inductor fuses the unpacking of weights is "
                         "unknown; give one of them")  # fmt: skip
     if run.zero >= 2 or run.tp > 1:
-        raise SpecError(f"{given} zero={run.zero}, tp={run.tp}: packed weights are buffers, which neither FSDP nor "
+        raise SpecError(f"{gptq} zero={run.zero}, tp={run.tp}: packed weights are buffers, which neither FSDP nor "
                         "parallelize_module shards; give zero=0 and tp=1")  # fmt: skip
     if spec.experts:
-        raise SpecError(f"{given} {spec.name}: AutoGPTQ packs experts that are separate layers, but transformers "
+        raise SpecError(f"{gptq} {spec.name}: AutoGPTQ packs experts that are separate layers, but transformers "
                         "stores the experts of a layer as one tensor; leave out quantization")  # fmt: skip
     for linear in spec.block_linears:
         if linear.inputs % GPTQ_GROUP or linear.outputs % GPTQ_OUTPUTS:
-            raise SpecError(f"{given} {spec.name}: {linear.name} is {linear.inputs} × {linear.outputs}, but inputs are "
+            raise SpecError(f"{gptq} {spec.name}: {linear.name} is {linear.inputs} × {linear.outputs}, but inputs are "
                             f"packed in groups of {GPTQ_GROUP}, outputs of {GPTQ_OUTPUTS}; leave out "
                             "quantization")  # fmt: skip
 
 
 def dtypes_of(run: Run) -> set[str]:
-    """Return the dtypes that the device must have units for, or hold: of the products, or of weights and KV cache."""
+    """Return the dtypes that the device must support: that of the matmuls, or those of weights and KV cache."""
     return {run.compute_dtype} if isinstance(run, Training) else {run.weights, run.kv}

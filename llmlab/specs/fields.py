@@ -1,4 +1,4 @@
-"""What all specs of a run share: checks that name the field, and how they are printed and written as JSON."""
+"""The base of all specs of a run: checks that name the field, printing, and JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..base.errors import SpecError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
+MOST = 2**53  # sizes are multiplied and divided as floats, which represent every whole number up to here
 
 
 def _shown(value: Any) -> str:
-    # Python refuses to print a number of more than 4300 digits, and nobody reads one of 20.
+    # Python refuses to print numbers of more than 4300 digits, and a number of 20 digits is unreadable.
     huge = isinstance(value, int) and value.bit_length() > 64
     return f"<a number of {value.bit_length()} bits>" if huge else repr(value)
 
 
 class Spec:
-    """Printing and JSON shared by the specs of runs and stacks: only what differs from the defaults is shown."""
+    """Printing and JSON of the specs of runs and stacks; only fields that differ from the defaults are printed."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]  # each of them is a dataclass
 
@@ -29,12 +29,12 @@ class Spec:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.differences().items())})"
 
     def differences(self) -> dict[str, Any]:
-        """Return the fields that are not at their default."""
+        """Return the fields whose value differs from the default."""
         values = self.values()
         return {f.name: values[f.name] for f in fields(self) if f.default is MISSING or values[f.name] != f.default}
 
     def values(self) -> dict[str, Any]:
-        """Return the fields as they are, by name."""
+        """Return the values of all fields, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,19 +61,20 @@ class Spec:
 class ChoiceSpec(Spec):
     """A spec that distinguishes a field that was given from one that was left out, even if both hold the default.
 
-    `unset` holds the names of the fields that nobody gave; it takes no part in comparisons.
+    `unset` contains the names of the fields that were not given; comparisons ignore it.
     """
 
     _: KW_ONLY
     unset: InitVar = frozenset()
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
-        """Record `unset`. dataclasses.replace passes the changed fields first and then all others in their order, of
-        which `unset` is the first, so that every name after it was copied and not given."""
+        """Record `unset`. dataclasses.replace passes the changed fields first and then all others in order, starting
+        with `unset`, so every name after `unset` was copied and not given."""
         spec, names = super().__new__(cls), [f.name for f in fields(cls)]
-        given = {*names[: len(args)], *takewhile(lambda name: name != "unset", values)}
-        vars(spec)["unset"] = frozenset(values.get("unset", names)) - given
+        given_names = {*names[: len(args)], *takewhile(lambda name: name != "unset", values)}
+        vars(spec)["unset"] = frozenset(values.get("unset", names)) - given_names
         return spec
 
     def __post_init__(self, unset: frozenset[str]) -> None:
-        vars(self)["unset"] = vars(self).pop("unset")  # the last: Training(**{**vars(run), ...}) gives every field
+        # Moved to the end: Training(**{**vars(run), ...}) gives every field.
+        vars(self)["unset"] = vars(self).pop("unset")

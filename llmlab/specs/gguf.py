@@ -109,7 +109,7 @@ class Stored:
 
     @property
     def layer(self) -> int | None:
-        """The number of its layer; None of a tensor outside of the layers."""
+        """The number of its layer; None for a tensor outside the layers."""
         return int(self.name.split(".")[1]) if self.name.startswith("blk.") else None
 
     @property
@@ -169,8 +169,8 @@ def stored(spec: ModelSpec, mix: str) -> tuple[Stored, ...]:
                         "llama.cpp stores them is not known here. Give a model without them")  # fmt: skip
     else:
         other = 0
-    rest = spec.parameters - other - sum(tensor.rows * tensor.columns for tensor in tensors)
-    tensors.append(Stored("norms, biases, routers and positions", "F32", 1, rest))
+    remaining = spec.parameters - other - sum(tensor.rows * tensor.columns for tensor in tensors)
+    tensors.append(Stored("norms, biases, routers and positions", "F32", 1, remaining))
     if spec.family == "llama" and spec.config.get("rope_scaling"):
         tensors.append(Stored("rope_freqs", "F32", 1, spec.head_dim // 2))  # Llama 3.1's long-context factors
     return tuple(tensors)
@@ -210,7 +210,7 @@ def fitting(kind: str, columns: int) -> str:
 
 
 def _kind(spec: ModelSpec, mix: str, name: str, layer: int) -> str:
-    """llama-quant.cpp's rules: more bits where errors hurt most: value projections, down projections and head."""
+    """The rules of llama-quant.cpp, which spend more bits on value projections, down projections and the head."""
     base = MIXES[mix]
     if base in ("F32", "F16", "BF16"):
         return base
@@ -228,7 +228,7 @@ def _kind(spec: ModelSpec, mix: str, name: str, layer: int) -> str:
 
 
 def _mixtral(mix: str, name: str, kind: str) -> str:
-    """Its rules for eight experts, whose attention is small."""
+    """The rules of llama-quant.cpp for eight experts, whose attention is small."""
     low = RULES.get(mix) in (_LOW, _IQ1, _IQ2)
     if name == "attn_output" and mix not in ("Q2_K_S", "Q3_K_L", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0"):
         return "Q5_K" if "K" in mix or mix.startswith("IQ") else kind

@@ -1,4 +1,4 @@
-"""Configs of models in Hugging Face's cache, and their download, which nothing does unasked."""
+"""Configs of models in Hugging Face's cache, and their download, which happens only on request."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def folder() -> Path:
 
 
 def snapshot(name: str, cache: Path) -> Path | None:
-    """Return the folder of `cache` that a library loads `name` from, None where it has none."""
+    """Return the folder of `cache` from which a library loads `name`, or None if there is none."""
     entry = cache / entry_of(name)
     main = entry / "refs" / "main"
     return entry / "snapshots" / main.read_text(encoding="utf-8").strip() if main.is_file() else None
 
 
 def entry_of(name: str) -> str:
-    """Return what the cache calls the model `name`: "models--openai-community--gpt2"."""
+    """Return the name of a model's entry in the cache, such as "models--openai-community--gpt2"."""
     return "models--" + name.replace("/", "--")
 
 
 def cached_config(name: str) -> Path | None:
-    """Return the config.json of "organisation/model" in the cache, None where it is not there."""
-    found = snapshot(name, folder())
-    return found / CONFIG if found is not None and (found / CONFIG).is_file() else None
+    """Return the config.json of "organisation/model" in the cache, or None if it is missing."""
+    path = snapshot(name, folder())
+    return path / CONFIG if path is not None and (path / CONFIG).is_file() else None
 
 
 def download_config(name: str) -> Path:
-    """Fetch the config.json of "organisation/model" from Hugging Face's hub into its cache, and return where it is.
+    """Fetch the config.json of "organisation/model" from Hugging Face's hub into its cache, and return its path.
 
-    Raises NotAvailable without huggingface_hub or the network, and where the hub refuses, SpecError for what is no
+    Raises NotAvailable without huggingface_hub or a network, and if the hub refuses; raises SpecError for an invalid
     name.
     """
     try:

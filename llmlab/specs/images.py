@@ -1,7 +1,8 @@
-"""Images in the sequences of a training step: the pixels that the model gets, and the tokens that each image becomes.
+"""Images in the sequences of a training step: the pixels that the model sees, and the tokens of each image.
 
-A processor resizes every image before the model sees it. Qwen's keeps about as many pixels and makes both sides
-multiples of the blocks of patches that become one token; the others make each image a square of one size.
+A processor resizes every image before the model sees it. Qwen's processor roughly keeps the number of pixels, and makes
+both sides multiples of the block of patches that becomes one token. The other processors make every image a square of
+fixed size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .run import Training
 
 
 class TooShort(SpecError, NotAvailable):
-    """A sequence has no room for its images; at this size there is no step to derive formulas from, either."""
+    """A sequence is too short for its images, so there is also no step from which formulas could be derived."""
 
 
 class _Resized(NamedTuple):
@@ -25,11 +26,11 @@ class _Resized(NamedTuple):
 
     patch: int
     least: int
-    token: int  # the id of an image's tokens, unless the config has another
+    token: int  # the id of image tokens, unless the config has another
 
 
 class _Square(NamedTuple):
-    """A processor that makes every image a square; `side` in pixels and `token` unless the config has others."""
+    """A processor that makes every image a square; the config may override `side`, in pixels, and `token`."""
 
     side: int
     patch: int
@@ -39,7 +40,7 @@ class _Square(NamedTuple):
 
 # min_pixels, max_pixels, shortest_edge and longest_edge of the published preprocessor_config.json, as tokens.
 MOST = 16384
-MARKERS = 2  # Qwen's tokens around an image: <|vision_start|> and <|vision_end|>
+MARKERS = 2  # Qwen's special tokens around an image: <|vision_start|> and <|vision_end|>
 RESIZED = {
     "qwen2_vl": _Resized(14, 4, 151655),
     "qwen2_5_vl": _Resized(14, 4, 151655),
@@ -57,8 +58,8 @@ LLAVA_TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # whether pat
 
 class Images(NamedTuple):
     """The `number` images of a sequence: each is `height` × `width` pixels in patches of `patch` × `patch`, and becomes
-    `tokens` tokens with the id `token`, between `markers` others. `grid`: whether the model takes a list of patches
-    with the grid's sizes, of `frames` equal frames, instead of a picture."""
+    `tokens` tokens with the id `token`, next to `markers` special tokens. `grid`: whether the model's input is a list
+    of patches with the sizes of their grid, of `frames` equal frames, instead of a picture."""
 
     number: int
     height: int
@@ -72,7 +73,7 @@ class Images(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """Tokens of a sequence that its images take."""
+        """Tokens of a sequence that its images need."""
         return self.number * (self.tokens + self.markers)
 
     @property
@@ -82,10 +83,10 @@ class Images(NamedTuple):
 
 
 def images_of(spec: ModelSpec, run: Training) -> Images | None:
-    """Return the images of a sequence of `run` as the model's processor makes them; None where there are none.
+    """Return the images of a sequence of `run` after the model's processor; None if there are none.
 
-    Raises SpecError for a model that takes no images, for `pixels` that do not fit its processor, and for sequences
-    that are too short; NotAvailable for a family whose images are not known here.
+    Raises SpecError for a model without images, for `pixels` that its processor does not support, and for sequences
+    that are too short; raises NotAvailable for a family whose images are not described here.
     """
     if not run.images:
         return None
@@ -105,26 +106,26 @@ def images_of(spec: ModelSpec, run: Training) -> Images | None:
         raise SpecError(f"image_token_id={images.token}: the vocabulary of {spec.name} has {spec.vocab} tokens; give a "
                         "smaller image_token_id in the config")  # fmt: skip
     if images.needed > run.seq_len:
-        each = f"{images.tokens} tokens each" + (f" and {images.markers} around it" if images.markers else "")
+        size = f"{images.tokens} tokens each" + (f" and {images.markers} around it" if images.markers else "")
         raise TooShort(f"seq_len={run.seq_len}: {run.images} images of {images.height} × {images.width} pixels are "
-                       f"{each}; give seq_len >= {images.needed}, or fewer or smaller images")  # fmt: skip
+                       f"{size}; give seq_len >= {images.needed}, or fewer or smaller images")  # fmt: skip
     return images
 
 
-def _resized(spec: ModelSpec, run: Training, vision: Mapping[str, Any], known: _Resized) -> Images:
+def _resized(spec: ModelSpec, run: Training, vision: Mapping[str, Any], processor: _Resized) -> Images:
     if run.pixels is None:
         raise SpecError(f"images={run.images} without pixels: {spec.name} takes images of any size; give, for example, "
                         "pixels=1024*1024 or pixels=(height, width)")  # fmt: skip
-    patch, merge = vision.get("patch_size", known.patch), vision.get("spatial_merge_size", 2)
+    patch, merge = vision.get("patch_size", processor.patch), vision.get("spatial_merge_size", 2)
     sides = run.pixels if isinstance(run.pixels, tuple) else (isqrt(run.pixels),) * 2
-    height, width = smart_resize(*sides, side=patch * merge, least=known.least, most=MOST)
+    height, width = smart_resize(*sides, side=patch * merge, least=processor.least, most=MOST)
     return Images(
         number=run.images,
         height=height,
         width=width,
         patch=patch,
         tokens=height * width // (patch * merge) ** 2,
-        token=spec.config.get("image_token_id", known.token),
+        token=spec.config.get("image_token_id", processor.token),
         markers=MARKERS,
         frames=vision.get("temporal_patch_size", 2),
         grid=True,
@@ -132,7 +133,7 @@ def _resized(spec: ModelSpec, run: Training, vision: Mapping[str, Any], known: _
 
 
 def smart_resize(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """Return the height and width that Qwen's processors give an image: multiples of `side`, and `least` to `most`
+    """Return the height and width of an image after Qwen's processors: multiples of `side`, and `least` to `most`
     squares of `side` × `side` (transformers, qwen2_vl/image_processing_qwen2_vl.py, smart_resize).
 
     >>> smart_resize(720, 1280, side=28, least=4, most=16384)
@@ -151,9 +152,9 @@ def smart_resize(height: int, width: int, side: int, least: int, most: int) -> t
     return rows * side, columns * side
 
 
-def _square(spec: ModelSpec, run: Training, config: Mapping[str, Any], known: _Square) -> Images:
+def _square(spec: ModelSpec, run: Training, config: Mapping[str, Any], processor: _Square) -> Images:
     vision = config.get("vision_config") or {}
-    side, patch = vision.get("image_size", known.side), vision.get("patch_size", known.patch)
+    side, patch = vision.get("image_size", processor.side), vision.get("patch_size", processor.patch)
     if run.pixels not in (None, side * side, (side, side)):
         raise SpecError(f"pixels={run.pixels} with {spec.name}, whose processor resizes every image to {side} × "
                         f"{side}; leave out pixels")  # fmt: skip
@@ -167,5 +168,5 @@ def _square(spec: ModelSpec, run: Training, config: Mapping[str, Any], known: _S
                                "script under llmlab run")  # fmt: skip
         dropped = config.get("vision_feature_select_strategy", "default") == "default"
         tokens = (side // patch) ** 2 + LLAVA_TOWERS[tower] - dropped
-    token = config.get("image_token_index", config.get("image_token_id", known.token))
-    return Images(run.images, side, side, patch, tokens, token, known.markers, frames=1, grid=False)
+    token = config.get("image_token_index", config.get("image_token_id", processor.token))
+    return Images(run.images, side, side, patch, tokens, token, processor.markers, frames=1, grid=False)

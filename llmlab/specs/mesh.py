@@ -23,10 +23,10 @@ def stride(run: Training, axis: str) -> int:
     16
     """
     before = AXES.index("dp" if axis == "ep" else axis)
-    apart = 1
+    distance = 1
     for inner in AXES[:before]:
-        apart *= getattr(run, inner)
-    return apart
+        distance *= getattr(run, inner)
+    return distance
 
 
 def coordinates(run: Training, rank: int) -> dict[str, int]:
@@ -46,6 +46,6 @@ def ranks_along(run: Training, axis: str, rank: int = 0) -> list[int]:
     >>> ranks_along(Training(tp=2, dp=2, pp=2), "dp", 5)
     [5, 7]
     """
-    apart, size = stride(run, axis), getattr(run, axis)
-    first = rank - rank // apart % size * apart
-    return [first + i * apart for i in range(size)]
+    distance, size = stride(run, axis), getattr(run, axis)
+    first = rank - rank // distance % size * distance
+    return [first + i * distance for i in range(size)]

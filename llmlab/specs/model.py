@@ -82,9 +82,9 @@ class ModelSpec(Sizes):
 
     @cached_property
     def _components(self) -> dict[str, int]:
-        found = components(self, self.linears)
+        sizes = components(self, self.linears)
         published = _presets().get(self.name, {}).get("parameters")
-        return found if published is None else found | {"rest": published - sum(found.values())}
+        return sizes if published is None else sizes | {"rest": published - sum(sizes.values())}
 
     @property
     def parameters_by_component(self) -> dict[str, int]:
@@ -191,17 +191,17 @@ def _from_text(source: str | os.PathLike[str]) -> ModelSpec:
         raise SpecError("an empty text is not a model; give a preset's name, a config.json or its folder")
     # Unlike pathlib, os.path does not raise for an unknown user, a name that is too long, or a null byte.
     path = Path(os.path.expanduser(text))
-    meant = not isinstance(source, str) or text.startswith((".", "/", "~")) or "\\" in text  # a Windows path
-    if meant or path.suffix == ".json" or os.path.exists(path):
+    is_path = not isinstance(source, str) or text.startswith((".", "/", "~")) or "\\" in text  # a Windows path
+    if is_path or path.suffix == ".json" or os.path.exists(path):
         return _from_file(path / "config.json" if os.path.isdir(path) else path)
     if "/" in text and (cached := cached_config(text)) is not None:
         return _from_config(_read(cached), text, text)
-    known = [*_presets(), *(alias for preset in _presets().values() for alias in preset["aliases"])]
+    names = [*_presets(), *(alias for preset in _presets().values() for alias in preset["aliases"])]
     if "/" not in text:  # without an organisation, compare only the part of each name after the slash
-        known += [name.rpartition("/")[2] for name in known]
+        names += [name.rpartition("/")[2] for name in names]
     hub = text if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) else "OWNER/NAME"
-    where = "Give a name listed by `llmlab models`, pass the path of a config.json, or run "
-    raise unknown_name("model", text, known, f"{where}`llmlab models --download {hub}`.")
+    advice = "Give a name listed by `llmlab models`, pass the path of a config.json, or run "
+    raise unknown_name("model", text, names, f"{advice}`llmlab models --download {hub}`.")
 
 
 def _from_file(path: Path) -> ModelSpec:

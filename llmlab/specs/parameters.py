@@ -1,7 +1,7 @@
-"""How many parameters a model has, component by component, and which matrices they are.
+"""The number of parameters of a model, component by component, and its matrices.
 
-Each function counts what transformers' model class creates; tests hold them to that class on the meta device. Tied
-embeddings count once. Buffers (rotary frequencies, DeepSeek's expert-selection bias) are no parameters.
+Each function counts the parameters that transformers' model class creates; tests compare them with that class on the
+meta device. Tied embeddings count once. Buffers (rotary frequencies, DeepSeek's expert-selection bias) do not count.
 
     h  hidden     f  MLP width     v  vocabulary     L  layers     d  head_dim
 """
@@ -20,8 +20,8 @@ ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
 class Linear:
     """`count` matrices in the model that map `inputs` to `outputs` features: nn.Linear, or GPT-2's Conv1D.
 
-    `name` is the last component of the module's path in transformers; `part` is the key of parameters_by_component
-    it belongs to. A tied lm_head is listed with part "head", though its parameters count as the embedding's.
+    `name` is the last component of the module's path in transformers; `part` is its key in
+    parameters_by_component. A tied lm_head is listed with part "head", although its parameters count for the embedding.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Linear:
 
     @property
     def parameters(self) -> int:
-        """Parameters of all `count` of them, biases included."""
+        """Parameters of all `count` matrices, including biases."""
         return self.count * self.outputs * (self.inputs + self.bias)
 
 
 def gpt2_closed_form(hidden: int, layers: int, vocab: int, positions: int = 0) -> int:
-    """Return N = hv + L(12h² + 13h) + 2h (+ h · positions), a GPT-2-like model's parameters.
+    """Return N = hv + L(12h² + 13h) + 2h (+ h · positions), the parameters of a GPT-2-like model.
 
     A block: attention 4h² + 4h, MLP of width 4h 8h² + 5h, two LayerNorms 4h. 2h is the final LayerNorm; the head
-    shares the embedding hv. Learned positions add one row of h per position, which the formula as usually written
-    leaves out: 0.6 % of GPT-2.
+    shares the embedding hv. Learned positions add one row of h per position, 0.6 % of GPT-2, which the usual formula
+    omits.
 
     >>> gpt2_closed_form(hidden=768, layers=12, vocab=50257, positions=1024)
     124439808
@@ -56,7 +56,7 @@ def gpt2_closed_form(hidden: int, layers: int, vocab: int, positions: int = 0) -
 
 
 def linears(spec: Sizes) -> tuple[Linear, ...]:
-    """Return every linear layer, in the order a block runs them. Routed experts are none: see `components`."""
+    """Return every linear layer in the order of a block, without routed experts, which `components` counts."""
     attention = _latent_attention(spec) if spec.mla else _attention(spec)
     return (*attention, *_mlp(spec), Linear("lm_head", spec.hidden, spec.vocab, False, 1, "head"))
 
@@ -74,7 +74,7 @@ def _attention(spec: Sizes) -> list[Linear]:
 
 
 def _latent_attention(spec: Sizes) -> list[Linear]:
-    """DeepSeek-V2, arXiv 2405.04434, section 2.1: down to a latent, and up to all heads from it."""
+    """DeepSeek-V2, arXiv 2405.04434, section 2.1: projections to a latent, and from the latent to all heads."""
     m, h, L = spec.mla, spec.hidden, spec.layers
     assert m is not None
     q, kv = spec.query_width, spec.heads * (m.qk_nope_head_dim + m.v_head_dim)
@@ -94,18 +94,18 @@ def _latent_attention(spec: Sizes) -> list[Linear]:
 
 
 def _mlp(spec: Sizes) -> list[Linear]:
-    """The dense MLPs, and the shared experts: what every token goes through."""
+    """Return the dense MLPs and the shared experts, which process every token."""
     h, f = spec.hidden, spec.intermediate
     if not spec.gated:
-        one = [("c_fc", h, f), ("c_proj", f, h)]
+        matrices_per_mlp = [("c_fc", h, f), ("c_proj", f, h)]
     elif spec.fused_qkv:
-        one = [("gate_up_proj", h, 2 * f), ("down_proj", f, h)]
+        matrices_per_mlp = [("gate_up_proj", h, 2 * f), ("down_proj", f, h)]
     else:
-        one = _gated(h, f)
+        matrices_per_mlp = _gated(h, f)
     dense = spec.dense_layers if spec.experts else spec.dense_layers or spec.layers
     shared = _gated(h, spec.shared_experts * spec.moe_intermediate) if spec.shared_experts else []
-    both = [(one, dense), (shared, spec.moe_layers)]
-    return [Linear(*matrix, spec.mlp_bias, count, "mlp") for matrices, count in both if count for matrix in matrices]
+    kinds = [(matrices_per_mlp, dense), (shared, spec.moe_layers)]
+    return [Linear(*matrix, spec.mlp_bias, count, "mlp") for matrices, count in kinds if count for matrix in matrices]
 
 
 def _gated(h: int, f: int) -> list[tuple[str, int, int]]:
@@ -113,14 +113,15 @@ def _gated(h: int, f: int) -> list[tuple[str, int, int]]:
 
 
 def norm_parameters(spec: Sizes) -> int:
-    """h per norm, and the last one; LayerNorm has a bias too. Query-key norms are as wide as a head or a latent."""
-    one = spec.hidden * (2 if spec.norm == "layernorm" else 1)
-    per_layer = spec.norms_per_layer * one
+    """Return h per norm, including the last one, or 2h with LayerNorm's bias. Query-key norms are as wide as a head or
+    a latent."""
+    per_norm = spec.hidden * (2 if spec.norm == "layernorm" else 1)
+    per_layer = spec.norms_per_layer * per_norm
     if spec.qk_norm:
         per_layer += 2 * spec.head_dim
     if spec.mla:
         per_layer += spec.mla.kv_lora_rank + (spec.mla.q_lora_rank or 0)
-    return spec.layers * per_layer + one
+    return spec.layers * per_layer + per_norm
 
 
 def components(spec: Sizes, linears: tuple[Linear, ...]) -> dict[str, int]:
@@ -132,7 +133,8 @@ def components(spec: Sizes, linears: tuple[Linear, ...]) -> dict[str, int]:
     towers = {"towers": spec.towers} if spec.towers else {}
     return towers | {
         "embedding": spec.vocab * spec.hidden,
-        "positions": spec.max_positions * spec.hidden if spec.learned_positions else 0,  # rotary ones have none
+        # Rotary positions have no parameters.
+        "positions": spec.max_positions * spec.hidden if spec.learned_positions else 0,
         "attention": by_part["attention"],
         "mlp": by_part["mlp"],
         # transformers 5 keeps a layer's experts as two three-dimensional tensors (gate_up_proj, down_proj).

@@ -206,8 +206,8 @@ class Training(ChoiceSpec):
         if isinstance(self.stack, StackOptions):
             defaults = {f.name: f.default for f in fields(self) if f.name in vars(self)["unset"]}
             vars(self).update(defaults)  # after `replace`, they may still be those of another stack
-            own = self.stack.sets(self.values())
-            vars(self).update({name: value for name, value in own.items() if name in defaults})
+            stack_values = self.stack.sets(self.values())
+            vars(self).update({name: value for name, value in stack_values.items() if name in defaults})
         if self.lora is not None:
             object.__setattr__(self, "lora", self._adapters(self.lora))
         check_stack(self.stack, self.values())
@@ -218,8 +218,8 @@ class Training(ChoiceSpec):
             )
         self._check_frozen()
         # Engines offload ZeRO's shards, even on one GPU. DeepSpeed runs its stages on one GPU without offload, too.
-        alone = self.dp * self.cp == 1 and not self.offload
-        if self.zero and alone and not stack_of(self).own_zero:
+        unsharded = self.dp * self.cp == 1 and not self.offload
+        if self.zero and unsharded and not stack_of(self).own_zero:
             raise SpecError(f"zero={self.zero} needs at least two data-parallel ranks, but dp=1; give dp >= 2 or "
                             "zero=0")  # fmt: skip
         if self.dp % self.ep:
@@ -231,8 +231,8 @@ class Training(ChoiceSpec):
             self._check_unsynced()
         half = self.reduce_dtype != "fp32"
         if half and (self.zero < 2 or self.precision not in (self.reduce_dtype, f"mixed-{self.reduce_dtype}")):
-            told = f"reduce_dtype={self.reduce_dtype!r} with zero={self.zero}, precision={self.precision!r}"
-            raise SpecError(f"{told}: it applies to FSDP with that dtype; give zero=2 or 3 and "
+            option = f"reduce_dtype={self.reduce_dtype!r} with zero={self.zero}, precision={self.precision!r}"
+            raise SpecError(f"{option}: it applies to FSDP with that dtype; give zero=2 or 3 and "
                             f"precision='mixed-{self.reduce_dtype}', or leave it out")  # fmt: skip
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True needs at least two tensor-parallel ranks, but tp=1; give tp >= 2, "
@@ -264,50 +264,50 @@ class Training(ChoiceSpec):
                             "pixels")  # fmt: skip
         if self.num_labels is not None:
             self._check_counts("num_labels")
-        given = f"images={self.images}" if self.images else f"num_labels={self.num_labels}"
+        option = f"images={self.images}" if self.images else f"num_labels={self.num_labels}"
         if not self.images and self.num_labels is None:
             return
         if (stack := stack_of(self)).own_program:
-            raise SpecError(f"{given} with stack={stack.name!r}, which trains language models of text here; "
+            raise SpecError(f"{option} with stack={stack.name!r}, which trains language models of text here; "
                             "leave out one of them")  # fmt: skip
         if self.images and self.num_labels is not None:
-            raise SpecError(f"{given} with num_labels={self.num_labels}: a classifier is trained on text here; leave "
+            raise SpecError(f"{option} with num_labels={self.num_labels}: a classifier is trained on text here; leave "
                             "out one of them")  # fmt: skip
         if self.pp > 1 or self.cp > 1:
-            raise SpecError(f"{given} with pp={self.pp}, cp={self.cp} is not supported; give pp=1 and cp=1")
+            raise SpecError(f"{option} with pp={self.pp}, cp={self.cp} is not supported; give pp=1 and cp=1")
         if self.num_labels is not None and self.kernels in ("liger", "fused-loss"):
-            raise SpecError(f"{given} with kernels={self.kernels!r}, whose loss is that of a language model; leave out "
-                            "kernels")  # fmt: skip
+            raise SpecError(f"{option} with kernels={self.kernels!r}, whose loss is that of a language model; leave "
+                            "out kernels")  # fmt: skip
 
     def _check_method(self) -> None:
         self._check_counts("generations")
-        given, own = f"method={self.method!r}", self.objective
-        for name, used, value in (
-            ("reference", own.reference, self.reference),
-            ("teacher", own.loss == "teacher", self.teacher),
-            ("completion_len", own.generates, self.completion_len),
+        option, objective = f"method={self.method!r}", self.objective
+        for name, applies, value in (
+            ("reference", objective.reference, self.reference),
+            ("teacher", objective.loss == "teacher", self.teacher),
+            ("completion_len", objective.generates, self.completion_len),
         ):
-            if value is not None and not used:
-                raise SpecError(f"{name}={value!r} with {given}, which has none; leave it out")
+            if value is not None and not applies:
+                raise SpecError(f"{name}={value!r} with {option}, which has none; leave it out")
         if self.method == "sft":
             return
         if (stack := stack_of(self)).name != TRANSFORMERS:
-            raise SpecError(f"{given} with stack={stack.name!r}, which trains with next-token loss here; leave out "
+            raise SpecError(f"{option} with stack={stack.name!r}, which trains with next-token loss here; leave out "
                             "stack, or give method='sft'")  # fmt: skip
         limits = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "offload": None, "compile": False, "fp8": None, "images": 0,
                   "kernels": None, "num_labels": 1 if self.method == "reward" else None}  # fmt: skip
         for name, value in limits.items():
             if getattr(self, name) != value:
-                raise SpecError(f"{given} with {name}={getattr(self, name)!r} is not supported; give {name}={value!r}")
+                raise SpecError(f"{option} with {name}={getattr(self, name)!r} is not supported; give {name}={value!r}")
         if self.reference == "adapter" and not self.lora:
             raise SpecError("reference='adapter' without lora: there are no adapters to switch off; give lora=, or "
                             "reference='kept'")  # fmt: skip
-        if self.quantization and (self.reference in ("kept", "offloaded") or own.critic):
-            raise SpecError(f"{given} with quantization={self.quantization!r} and another model in memory is not "
+        if self.quantization and (self.reference in ("kept", "offloaded") or objective.critic):
+            raise SpecError(f"{option} with quantization={self.quantization!r} and another model in memory is not "
                             "supported; leave out quantization, or give reference='adapter'")  # fmt: skip
-        if own.generates:
+        if objective.generates:
             if self.completion_len is None:
-                raise SpecError(f"{given} generates its sequences; give completion_len, how many tokens of seq_len="
+                raise SpecError(f"{option} generates its sequences; give completion_len, how many tokens of seq_len="
                                 f"{self.seq_len} are generated")  # fmt: skip
             self._check_counts("completion_len")
             if self.completion_len >= self.seq_len:
@@ -338,45 +338,46 @@ class Training(ChoiceSpec):
                             "quantized too; give quantization='nf4', or leave it out")  # fmt: skip
         if self.half_layers is None:
             return
-        given = f"half_layers={self.half_layers!r} with"
+        option = f"half_layers={self.half_layers!r} with"
         if self.lora is None or not self.precision.startswith("autocast") or self.quantization == "gptq":
-            raise SpecError(f"{given} lora={self.lora!r}, precision={self.precision!r}, quantization="
+            raise SpecError(f"{option} lora={self.lora!r}, precision={self.precision!r}, quantization="
                             f"{self.quantization!r}: it applies to frozen weights under autocast; give lora and "
                             "precision='autocast-bf16' or 'autocast-fp16', or leave it out")  # fmt: skip
         if self.zero or self.tp * self.pp * self.cp > 1:
-            raise SpecError(f"{given} zero={self.zero}, tp={self.tp}, pp={self.pp}, cp={self.cp}: it is described for "
+            raise SpecError(f"{option} zero={self.zero}, tp={self.tp}, pp={self.pp}, cp={self.cp}: it is described for "
                             "data parallelism without ZeRO; give dp alone")  # fmt: skip
         if self.half_layers == "embeddings" and self.quantization is None:
-            raise SpecError(f"{given} quantization=None: nothing is cast to fp32 there; give half_layers='all'")
+            raise SpecError(f"{option} quantization=None: nothing is cast to fp32 there; give half_layers='all'")
         if not self.lora.autocast_adapter_dtype:
-            raise SpecError(f"{given} autocast_adapter_dtype=False: adapters under autocast are in fp32; leave one of "
+            raise SpecError(f"{option} autocast_adapter_dtype=False: adapters under autocast are in fp32; leave one of "
                             "them out")  # fmt: skip
 
     def _check_schedule(self) -> None:
         if self.pp == 1 and (self.schedule != "1f1b" or self.virtual_stages > 1):
-            given = f"schedule={self.schedule!r}, virtual_stages={self.virtual_stages}"
-            raise SpecError(f"{given} with pp=1: there is no pipeline to schedule; give pp >= 2")
+            option = f"schedule={self.schedule!r}, virtual_stages={self.virtual_stages}"
+            raise SpecError(f"{option} with pp=1: there is no pipeline to schedule; give pp >= 2")
         if self.virtual_stages == 1:
             return
-        given = f"virtual_stages={self.virtual_stages} with"
+        option = f"virtual_stages={self.virtual_stages} with"
         if self.schedule != "1f1b":
-            raise SpecError(f"{given} schedule={self.schedule!r}: only 1F1B can be interleaved; give one of the two")
+            raise SpecError(f"{option} schedule={self.schedule!r}: only 1F1B can be interleaved; give one of the two")
         if self.accumulation % self.pp:
-            raise SpecError(f"{given} accumulation={self.accumulation}: interleaving needs a multiple of pp={self.pp} "
+            raise SpecError(f"{option} accumulation={self.accumulation}: interleaving needs a multiple of pp={self.pp} "
                             "micro-batches")  # fmt: skip
 
     def _check_unsynced(self) -> None:
-        given = "sync_each_batch=False with"
+        option = "sync_each_batch=False with"
         if self.accumulation == 1:
-            raise SpecError(f"{given} accumulation=1: there is only one micro-batch; give accumulation >= 2, "
+            raise SpecError(f"{option} accumulation=1: there is only one micro-batch; give accumulation >= 2, "
                             "or leave it out")  # fmt: skip
         if self.zero < 2:
-            raise SpecError(f"{given} zero={self.zero}: it applies to FSDP, and DDP always reduces after the last "
+            raise SpecError(f"{option} zero={self.zero}: it applies to FSDP, and DDP always reduces after the last "
                             "micro-batch; give zero=2 or 3, or leave it out")  # fmt: skip
         if self.pp > 1:
-            raise SpecError(f"{given} pp={self.pp}: a pipeline always reduces after its last micro-batch; leave it out")
+            raise SpecError(f"{option} pp={self.pp}: a pipeline always reduces after its last micro-batch; leave it "
+                            "out")  # fmt: skip
         if self.offload == "optimizer":
-            raise SpecError(f"{given} offload='optimizer': that is DeepSpeed's offload, and DeepSpeed reduces after "
+            raise SpecError(f"{option} offload='optimizer': that is DeepSpeed's offload, and DeepSpeed reduces after "
                             "each micro-batch; give offload='optimizer+parameters' (FSDP), or leave one "
                             "out")  # fmt: skip
 
@@ -386,19 +387,19 @@ class Training(ChoiceSpec):
         return self.fp8 or stack_of(self).fp8_recipe
 
     def _check_fp8(self) -> None:
-        given = f"fp8={self.fp8!r}"
+        option = f"fp8={self.fp8!r}"
         if self.precision not in ("bf16", "mixed-bf16"):
             raise SpecError(
-                f"{given} with precision={self.precision!r}: fp8 matmuls are cast from bf16; give bf16 or "
+                f"{option} with precision={self.precision!r}: fp8 matmuls are cast from bf16; give bf16 or "
                 "mixed-bf16"
             )
         if not self.compile:
-            raise SpecError(f"{given} with compile=False: without fused casts fp8 costs more than it saves; "
+            raise SpecError(f"{option} with compile=False: without fused casts fp8 costs more than it saves; "
                             "give compile=True")  # fmt: skip
         if self.lora:
-            raise SpecError(f"{given} with lora: torchao does not convert layers with adapters; give one of the two")
+            raise SpecError(f"{option} with lora: torchao does not convert layers with adapters; give one of the two")
         if (rows := self.tokens // self.cp) % 16:
-            raise SpecError(f"{given}: fp8 units need a multiple of 16 rows; micro_batch × seq_len / cp is {rows}")
+            raise SpecError(f"{option}: fp8 units need a multiple of 16 rows; micro_batch × seq_len / cp is {rows}")
 
     def _check_gathered_logits(self) -> None:
         if self.tp == 1:
@@ -407,28 +408,28 @@ class Training(ChoiceSpec):
             raise SpecError("loss_parallel=False with kernels='liger', which never stores the logits; give one of them")
 
     def _check_muon(self) -> None:
-        cut = [f"{name}={getattr(self, name)!r}" for name in ("zero", "tp", "ep", "offload", "lora")
+        conflicts = [f"{name}={getattr(self, name)!r}" for name in ("zero", "tp", "ep", "offload", "lora")
                if getattr(self, name) != getattr(type(self), name)]  # fmt: skip
-        if cut:
-            raise SpecError(f"optimizer='muon' with {', '.join(cut)}: torch's Muon needs whole matrices on the GPU; "
-                            "leave it out, or give adamw")  # fmt: skip
+        if conflicts:
+            raise SpecError(f"optimizer='muon' with {', '.join(conflicts)}: torch's Muon needs whole matrices on the "
+                            "GPU; leave it out, or give adamw")  # fmt: skip
 
     def _check_replicas(self) -> None:
-        given = f"dp_replicate={self.dp_replicate} with dp={self.dp}"
+        option = f"dp_replicate={self.dp_replicate} with dp={self.dp}"
         if self.dp % self.dp_replicate or self.dp == self.dp_replicate:
-            raise SpecError(f"{given}: give a divisor of dp that leaves at least 2 ranks per copy")
+            raise SpecError(f"{option}: give a divisor of dp that leaves at least 2 ranks per copy")
         if not self.zero:
             raise SpecError(
-                f"{given} and zero=0: nothing is sharded, so all ranks are copies; give zero >= 1, or leave it "
+                f"{option} and zero=0: nothing is sharded, so all ranks are copies; give zero >= 1, or leave it "
                 "out"
             )
         if self.dp_shard % self.ep:
             raise SpecError(
-                f"{given}: ep={self.ep} does not divide the {self.dp_shard} ranks of a copy; give a "
+                f"{option}: ep={self.ep} does not divide the {self.dp_shard} ranks of a copy; give a "
                 "divisor"
             )
         if self.offload:
-            raise SpecError(f"{given}: offloading engines shard states over all ranks; give one of the two")
+            raise SpecError(f"{option}: offloading engines shard states over all ranks; give one of the two")
 
     @property
     def dp_shard(self) -> int:
@@ -438,8 +439,8 @@ class Training(ChoiceSpec):
     def differences(self) -> dict[str, Any]:
         """Return the fields whose value differs from the default, or from the value that the stack would set."""
         values = self.values()
-        own = stack_of(self).sets(values)
-        names = {*super().differences(), *(name for name, value in own.items() if value != values[name])}
+        stack_values = stack_of(self).sets(values)
+        names = {*super().differences(), *(name for name, value in stack_values.items() if value != values[name])}
         return {name: value for name, value in values.items() if name in names}
 
     def to_dict(self) -> dict[str, Any]:
@@ -504,8 +505,8 @@ class Training(ChoiceSpec):
         """
         if self.fp8_param_gather:
             return self.fp8_recipe != "mxfp8"
-        asked = stack_of(self).enable_fsdp_float8_all_gather
-        return self.fp8 == "tensorwise" and self.zero >= 2 and self.dp_shard > 1 and asked
+        enabled = stack_of(self).enable_fsdp_float8_all_gather
+        return self.fp8 == "tensorwise" and self.zero >= 2 and self.dp_shard > 1 and enabled
 
     @property
     def global_batch(self) -> int:
@@ -632,12 +633,12 @@ def stack_of(run: Run) -> StackOptions:
 def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
     """Return the Training or Inference (`kind`: "training" or "inference") with the `data` of its `to_dict()`. Raises
     SpecError for an unknown kind or field."""
-    owner = {"training": Training, "inference": Inference}.get(kind)
-    if owner is None:
+    cls = {"training": Training, "inference": Inference}.get(kind)
+    if cls is None:
         raise SpecError(f"kind of run {kind!r} is not one of training, inference")
-    known = {f.name for f in fields(owner)}
-    if unknown := sorted(set(data) - known):
-        raise SpecError(f"{owner.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    names = {f.name for f in fields(cls)}
+    if unknown := sorted(set(data) - names):
+        raise SpecError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(names))}")
     values = dict(data)
     if isinstance(values.get("lora"), dict):
         try:
@@ -646,4 +647,4 @@ def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
             raise SpecError(f"lora={data['lora']!r}: {error}") from None
     if isinstance(values.get("stack"), dict):
         values["stack"] = stack_from_dict(values["stack"])
-    return owner(**values)
+    return cls(**values)

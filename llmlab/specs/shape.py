@@ -54,13 +54,13 @@ def shape_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one checked value at a time out of a config."""
+    """Reads and checks single values of a config."""
 
     config: Mapping[str, Any]
     where: str
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number >= least; where the key is missing or null, the default, if there is one."""
+        """Return a whole number >= least, or the default, if there is one, for a missing key or null."""
         value = self.config.get(key)
         if value is None and default is not None:
             return default
@@ -71,7 +71,7 @@ class _Reader:
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
-        """Return a whole number >= 1 or None; a missing key is the default, null is None."""
+        """Return a whole number >= 1 or None: the default for a missing key, None for null."""
         return None if self.config.get(key, default) is None else self.size(key, default)
 
     def rate(self, key: str, default: float) -> float:
@@ -180,15 +180,15 @@ def _llama_like(read: _Reader, family: str) -> dict[str, Any]:
 
 
 def _head_dim(read: _Reader, family: str, hidden: int, heads: int) -> int:
-    given = read.config.get("head_dim", HEAD_DIM.get(family))
-    if given is None or family in ("llama", "gemma2"):  # these two want it divisible even where head_dim is given
-        advice = "each head takes an equal share" if given is not None else "change one of them or give head_dim"
+    head_dim = read.config.get("head_dim", HEAD_DIM.get(family))
+    if head_dim is None or family in ("llama", "gemma2"):  # these two require divisibility even if head_dim is given
+        advice = "each head takes an equal share" if head_dim is not None else "change one of them or give head_dim"
         read.divides("num_attention_heads", heads, "hidden_size", hidden, advice)
     return read.size("head_dim", default=HEAD_DIM.get(family, hidden // heads))
 
 
 def _window(read: _Reader, family: str, layers: int) -> tuple[int | None, int]:
-    """Return the sliding window in tokens, None where there is none, and the number of layers that have it."""
+    """Return the sliding window in tokens, or None, and the number of layers that have it."""
     if family in ("llama", "deepseek_v3") or (family.startswith("qwen") and not read.flag("use_sliding_window")):
         return None, 0
     window = read.optional_size("sliding_window", SLIDING_WINDOW.get(family))

@@ -28,8 +28,8 @@ def stage_layers(layers: int, stages: int, name: str = "the model", ends: bool =
     (15, 16, 16, 16, 16, 16, 16, 15)
     """
     if stages > layers or min(counts := _counts(layers, stages, ends)) < 1:  # the first test avoids a huge list
-        given = f"pp={stages} leaves a stage of {name} without any of its {layers} layers"
-        raise SpecError(f"{given}; give pp={(layers + 2) // 2} at most, or pp={layers}")
+        problem = f"pp={stages} leaves a stage of {name} without any of its {layers} layers"
+        raise SpecError(f"{problem}; give pp={(layers + 2) // 2} at most, or pp={layers}")
     return counts
 
 
@@ -43,7 +43,7 @@ def chunks_of(spec: ModelSpec, run: Training, stage: int) -> tuple[int, ...]:
     """
     if not stack_of(run).counts_embedding_and_head_as_layers or run.pp == 1:
         return (layers_of(spec, run)[stage] // run.virtual_stages,) * run.virtual_stages
-    return _counts(spec.layers, run.pp * run.virtual_stages, ends=True)[stage :: run.pp]
+    return _counts(spec.layers, run.pp * run.virtual_stages, count_ends=True)[stage :: run.pp]
 
 
 def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
@@ -66,11 +66,11 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # raises
 
 
-def _counts(layers: int, stages: int, ends: bool) -> tuple[int, ...]:
-    if layers % stages == 0 and not ends:
+def _counts(layers: int, stages: int, count_ends: bool) -> tuple[int, ...]:
+    if layers % stages == 0 and not count_ends:
         return (layers // stages,) * stages
-    share, over = divmod(layers + 2, stages)
-    counts = [share + (stage < over) for stage in range(stages)]
+    share, remainder = divmod(layers + 2, stages)
+    counts = [share + (stage < remainder) for stage in range(stages)]
     counts[0] -= 1
     counts[-1] -= 1
     return tuple(counts)

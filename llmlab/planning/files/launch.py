@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...engines.texts import yaml_text
 
 # SkyPilot's names of GPUs, by ours (catalogs/v8/common/accelerators.csv of its catalog).
-SKY_CARDS = {
+SKY_GPUS = {
     "T4": "T4", "L4": "L4", "A10G": "A10G", "L40S": "L40S", "V100-16GB": "V100", "V100-32GB": "V100-32GB",
     "A100-40GB": "A100", "A100-80GB": "A100-80GB", "H100-80GB": "H100", "H200": "H200", "B200": "B200",
     "RTX-3060": "RTX3060", "RTX-3090": "RTX3090", "RTX-4090": "RTX4090", "RTX-5090": "RTX5090", "A10": "A10",
@@ -57,15 +57,15 @@ srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' 
 """
 
 
-def sky_task(title: str, card: str, nodes: int, per_node: int, packages: list[str], data: bool) -> str | None:
+def sky_task(title: str, gpu: str, nodes: int, per_node: int, packages: list[str], data: bool) -> str | None:
     """Return sky.yaml for `sky launch`; None for a GPU that SkyPilot has no name for."""
-    if card not in SKY_CARDS:
+    if gpu not in SKY_GPUS:
         return None
     data_word = ' ${DATA:+--data "$DATA"}' if data else ""
     task = {
         "name": "train",
         "num_nodes": nodes,
-        "resources": {"accelerators": f"{SKY_CARDS[card]}:{per_node}"},
+        "resources": {"accelerators": f"{SKY_GPUS[gpu]}:{per_node}"},
         "workdir": ".",
         "envs": {"LR": "", **({"DATA": ""} if data else {})},
         "setup": f"pip install {' '.join(packages)}\n",

@@ -127,7 +127,7 @@ def packages(run: Training) -> list[str]:
 def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bool, title: str) -> str:
     """Return the text of train.py for `run`; `model` is the model that it loads, a name on the hub or a folder."""
     chosen = kind(run)
-    here = files(__package__)
+    folder = files(__package__)
     needs = packages(run)
     words = (
         f'"""{title}, with {WHAT[chosen]}.\n\n    ./launch.sh --data train.txt        with LR=... set\n\n'
@@ -135,12 +135,12 @@ def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bo
         "What a plan does not say stays with you: the learning rate and its schedule, clipping, the data and how\n"
         'long to train.\n"""\n'
     )
-    shown = "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in
+    constants = "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in
                       _constants(spec, run, chosen, model, from_scratch).items())  # fmt: skip
-    bodies = [here.joinpath(f"train_{part}.txt").read_text(encoding="utf-8") for part in ("common", chosen)]
+    bodies = [folder.joinpath(f"train_{part}.txt").read_text(encoding="utf-8") for part in ("common", chosen)]
     head = IMPORTS.get(chosen, IMPORTS["trainer"])
     return (
-        f"{words}\n{head}from functools import partial\nfrom pathlib import Path\n\nimport torch\n\n{shown}\n\n\n"
+        f"{words}\n{head}from functools import partial\nfrom pathlib import Path\n\nimport torch\n\n{constants}\n\n\n"
         + "\n\n".join(bodies)
     )
 
@@ -164,23 +164,23 @@ def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scr
 
         values["KEPT"] = KEPT_OPERATORS
     if chosen == "pytorch":
-        more: Mapping[str, Any] = {
+        script_values: Mapping[str, Any] = {
             "PRECISION": run.precision, "COMPUTE": DTYPES[run.compute_dtype], "OPTIMIZER": run.optimizer,
             "ZERO": run.zero, "OFFLOAD": bool(run.offload), "DP_REPLICATE": run.dp_replicate,
             "SYNC_EACH_BATCH": run.sync_each_batch, "REDUCE": DTYPES[run.reduce_dtype], "KERNELS": run.kernels,
             "COMPILE": run.compile, "LORA": None,
         }  # fmt: skip
     else:
-        more = {"DEEPSPEED": uses_deepspeed(run), "TRAINER": trainer_arguments(run)}
+        script_values = {"DEEPSPEED": uses_deepspeed(run), "TRAINER": trainer_arguments(run)}
     if run.lora:
-        own = {"QUANTIZATION": run.quantization, "DOUBLE_QUANT": run.double_quant,
-               "PREPARE": bool(run.quantization) and not run.half_layers} if chosen == "sft" else {}
-        more = {**more, "COMPUTE": DTYPES[run.compute_dtype], **own, "LORA": {
+        quantization = {"QUANTIZATION": run.quantization, "DOUBLE_QUANT": run.double_quant,
+                        "PREPARE": bool(run.quantization) and not run.half_layers} if chosen == "sft" else {}
+        script_values = {**script_values, "COMPUTE": DTYPES[run.compute_dtype], **quantization, "LORA": {
             "r": run.lora.rank, "lora_alpha": run.lora.alpha if run.lora.alpha is not None else 2 * run.lora.rank,
             "lora_dropout": run.lora.dropout, "target_modules": list(run.lora.targets),
             "fan_in_fan_out": spec.family == "gpt2",
         }}  # fmt: skip
-    return {**values, **more}
+    return {**values, **script_values}
 
 
 def _attention(run: Training) -> str:

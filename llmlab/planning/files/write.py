@@ -42,7 +42,7 @@ class Written(Tabular):
 Texts = dict[str, tuple[str, str]]  # by file name: its text and its purpose
 
 
-def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) -> tuple[Texts, dict[str, str]]:
+def texts(spec: ModelSpec, run: Training, gpu: str, nodes: int, per_node: int) -> tuple[Texts, dict[str, str]]:
     """Return the text and purpose of each file, and the reason for each file that is left out. Raises SpecError if no
     file can start the run, or if it is for another number of GPUs."""
     check(spec, run)
@@ -51,13 +51,13 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     published = spec.name in models()
     model = spec.name if published else "model"
     name = re.sub(r"[^\w./ ()@:+-]", "?", spec.name)  # so that any name of a config stays in its comment
-    title = f"{name} on {nodes} x {per_node} {card}: {run!r}"
-    found: Texts = {}
+    title = f"{name} on {nodes} x {per_node} {gpu}: {run!r}"
+    written: Texts = {}
     left_out: dict[str, str] = {}
 
     def add(name: str, what: str, text: Callable[[], str]) -> None:
         try:
-            found[name] = text(), what
+            written[name] = text(), what
         except SpecError as error:
             left_out[name] = str(error)
 
@@ -87,42 +87,42 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
         lambda: note("Yours to add: learning_rate, dataset, template.") + yaml_text(llama_factory_config(run, model)),
     )
     if not published:
-        found["model/config.json"] = json.dumps(spec.config, indent=2) + "\n", "the model, whose weights start random"
-    start, needed = _started(run, program(spec, run))
+        written["model/config.json"] = json.dumps(spec.config, indent=2) + "\n", "the model, whose weights start random"
+    start, requirements = _started(run, program(spec, run))
     # An engine needs the rank that torchrun sets, even for one process.
-    alone = run.world_size == 1 and "train.py" in found and not (run.zero or uses_deepspeed(run))
+    alone = run.world_size == 1 and "train.py" in written and not (run.zero or uses_deepspeed(run))
     # Megatron-LM does not start without it if it overlaps the communication of tensor or context parallelism.
     exports = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if "megatron_args.txt" in start and max(run.tp, run.cp) > 1 else []
     if stack_of(run).expandable_segments:
         exports.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     if stack_of(run).cuda_launch_blocking:
         exports.append("CUDA_LAUNCH_BLOCKING=1")
-    arguments = " --data train.txt" if "train.py" in found else " ..."  # other programs have their own
+    arguments = " --data train.txt" if "train.py" in written else " ..."  # other programs have their own
     started = launch_script(title, start, nodes, per_node, alone, arguments, exports)
-    found["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"
-    found["job.sbatch"] = slurm_job(title, nodes, per_node, arguments), "Slurm: LR=... sbatch job.sbatch"
-    if task := sky_task(title, card, nodes, per_node, needed, "train.py" in found):
-        found["sky.yaml"] = task, "SkyPilot: sky launch sky.yaml"
+    written["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"
+    written["job.sbatch"] = slurm_job(title, nodes, per_node, arguments), "Slurm: LR=... sbatch job.sbatch"
+    if task := sky_task(title, gpu, nodes, per_node, requirements, "train.py" in written):
+        written["sky.yaml"] = task, "SkyPilot: sky launch sky.yaml"
     else:
-        left_out["sky.yaml"] = f"SkyPilot's name of {card} is not known here"
-    return found, left_out
+        left_out["sky.yaml"] = f"SkyPilot's name of {gpu} is not known here"
+    return written, left_out
 
 
 def program(spec: ModelSpec, run: Training) -> str:
     """Return the file that starts `run`: train.py, torchtitan.toml or megatron_args.txt. Raises SpecError, with a
     reason for each file, if none of them can."""
     if run.images or run.num_labels:
-        given = f"images={run.images}" if run.images else f"num_labels={run.num_labels}"
-        raise SpecError(f"{given}: the files that llmlab writes train language models of text; try your own script "
+        field = f"images={run.images}" if run.images else f"num_labels={run.num_labels}"
+        raise SpecError(f"{field}: the files that llmlab writes train language models of text; try your own script "
                         "with llmlab run")  # fmt: skip
-    able: dict[str, Callable[[], object]] = {
+    checks: dict[str, Callable[[], object]] = {
         "train.py": lambda: kind(run), "torchtitan.toml": lambda: torchtitan_config(run, spec.name),
         "megatron_args.txt": lambda: megatron_arguments(run, spec),
     }  # fmt: skip
     reasons = []
-    for name, ask in able.items():
+    for name, check_run in checks.items():
         try:
-            ask()
+            check_run()
             return name
         except SpecError as error:
             reasons.append(f"{name}: {error}")
@@ -154,22 +154,22 @@ def _started(run: Training, by: str) -> tuple[str, list[str]]:
 
 
 def write_files(
-    spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int, folder: str | os.PathLike[str], force: bool
+    spec: ModelSpec, run: Training, gpu: str, nodes: int, per_node: int, folder: str | os.PathLike[str], force: bool
 ) -> Written:
     """Write the files into `folder`, all or none; see `texts`.
 
     Raises SpecError if one of them exists already and `force` is False, or if the folder cannot be written.
     """
-    found, left_out = texts(spec, run, card, nodes, per_node)
+    new_texts, left_out = texts(spec, run, gpu, nodes, per_node)
     target = Path(folder)
-    if (there := sorted(name for name in found if os.path.lexists(target / name))) and not force:
-        raise SpecError(f"{target} already has {', '.join(there)}; give force=True (--force) to replace them, or "
+    if (existing := sorted(name for name in new_texts if os.path.lexists(target / name))) and not force:
+        raise SpecError(f"{target} already has {', '.join(existing)}; give force=True (--force) to replace them, or "
                         "another folder")  # fmt: skip
     try:
-        _write_all(target, {name: text for name, (text, _) in found.items()})
+        _write_all(target, {name: text for name, (text, _) in new_texts.items()})
     except OSError as error:
         raise SpecError(f"{target} cannot be written: {error.strerror or error}; give another folder") from None
-    return Written(target, {name: what for name, (_, what) in found.items()}, left_out)
+    return Written(target, {name: what for name, (_, what) in new_texts.items()}, left_out)
 
 
 def _write_all(target: Path, content: dict[str, str]) -> None:

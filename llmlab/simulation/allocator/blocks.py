@@ -27,7 +27,7 @@ class Block:
         self.next: Block | None = None
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes, and return the rest as a block of its own."""
+        """Keep the first `size` bytes, and return the rest as a new block."""
         rest = Block(self.address + size, self.size - size, self.pool, self.mapped)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -54,14 +54,14 @@ class Pool:
             insort(self.unmapped, block, key=ADDRESS)
 
     def remove(self, block: Block) -> None:
-        """Take out a free block."""
+        """Remove a free block."""
         if block.mapped:
             del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
         else:
             self.unmapped.remove(block)
 
     def merge(self, block: Block, other: Block | None) -> int:
-        """Let `block` take in `other`, a free neighbour; return the bytes it gained (try_merge_blocks)."""
+        """Merge `other`, a free neighbour, into `block`; return the bytes it gained (try_merge_blocks)."""
         if other is None or other.allocated or other.mapped != block.mapped:
             return 0
         self.remove(other)
@@ -78,7 +78,7 @@ class Pool:
 
 
 def is_whole(block: Block) -> bool:
-    """Return whether `block` is all of its segment."""
+    """Return whether `block` spans its whole segment."""
     return block.prev is None and block.next is None
 
 

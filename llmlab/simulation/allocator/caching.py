@@ -1,10 +1,11 @@
 """PyTorch's CUDA caching allocator: which segments it takes from the driver, and how it cuts them into blocks.
 
 It follows DeviceCachingAllocator in c10/cuda/CUDACachingAllocator.cpp (torch 2.6 to 2.13) function by function, and the
-docstrings name the C++ functions. Left out: the private pools of CUDA graphs, and record_stream, so that every active
-block is an allocated one. The address of a segment is the driver's choice, and of cached blocks that fit equally well
-the lowest is taken: the driver goes downwards, each segment lies below all earlier ones. With that order the reserved
-bytes of the published T4 records come out to the byte, with the opposite one up to 9 % off.
+docstrings name the C++ functions. The private pools of CUDA graphs and record_stream are left out, so every active
+block is an allocated block. Among cached blocks that fit equally well, the allocator takes the one with the lowest
+address, and the driver chooses the addresses of segments. Our driver places each segment below all earlier ones. With
+that order the reserved bytes of the published T4 records match to the byte; with the opposite order they are up to 9 %
+off.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .segments import can_grow_to, collect_garbage, grow, release_available, rel
 
 
 class Allocator:
-    """The caching allocator of one GPU. `capacity`: bytes that the driver can give it, None for no limit.
+    """The caching allocator of one GPU. `capacity` is the bytes that the driver can provide, or None for no limit.
 
-    `total` is the card's memory, of which a memory fraction is taken; it defaults to `capacity`. `driver.on_event`,
-    where set, gets the events of torch's memory history as they happen: (action, address, size, stream).
+    `total` is the GPU's memory, to which a memory fraction refers; it defaults to `capacity`. If `driver.on_event` is
+    set, it receives the events of torch's memory history as they happen: (action, address, size, stream).
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class Allocator:
     ) -> None:
         self.driver = Driver(capacity, capacity if total is None else total)
         self.statistics = self.driver.statistics
-        self.late_config: Callable[[], AllocatorConfig] | None = None  # asked at the first request
+        self.late_config: Callable[[], AllocatorConfig] | None = None  # called at the first request
         self._live: dict[int, Block] = {}  # blocks in use, by address
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # by stream: the large pool, the small pool
         self.configure(config or AllocatorConfig())
 
     def configure(self, config: AllocatorConfig) -> None:
-        """Let `config` hold from the next request on."""
+        """Apply `config` to all further requests."""
         self.config = config
         self.driver.oversize = self._max_split = config.max_split_size or UNLIMITED
         self.statistics.max_split_size = -1 if config.max_split_size is None else config.max_split_size
@@ -49,7 +50,7 @@ class Allocator:
     # ---- the interface: bytes in, addresses out
 
     def malloc(self, size: int, stream: int = 0) -> int:
-        """Return the address of `size` bytes (malloc, alloc_found_block); 0 bytes are at address 0.
+        """Allocate `size` bytes and return their address (malloc, alloc_found_block); 0 bytes have address 0.
 
         Raises AllocatorOutOfMemory, and SpecError for a negative size.
         """
@@ -61,13 +62,13 @@ class Allocator:
         rounded = round_size(size, self.config)
         pool = pools[rounded <= SMALL_SIZE]
         block = self._get_free_block(pool, rounded) or self._get_new_block(pool, rounded, size)
-        rest = block.size - rounded
+        remainder = block.size - rounded
         was_split = block.prev is not None or block.next is not None
-        split = self._should_split(pool, rounded, rest)
+        split = self._should_split(pool, rounded, remainder)
         if split:
             pool.insert(block.cut(rounded))
         if split or was_split:
-            self._count_inactive(pool, split - was_split, -block.size if was_split else rest)
+            self._count_inactive(pool, split - was_split, -block.size if was_split else remainder)
         block.allocated, block.requested = True, size
         self._live[block.address] = block
         self._count_allocation(pool, 1, block.size, size)
@@ -75,12 +76,12 @@ class Allocator:
         return block.address
 
     def stream_of(self, address: int) -> int | None:
-        """Return the stream whose block is in use at `address`, None where none is."""
+        """Return the stream of the block in use at `address`, or None if there is none."""
         block = self._live.get(address)
         return block.pool.stream if block is not None else None
 
     def free(self, address: int) -> None:
-        """Take back what malloc gave; free neighbours become one block with it (free, free_block).
+        """Free the block at an address from malloc, and merge it with free neighbours (free, free_block).
 
         Raises SpecError for an address that is not in use.
         """
@@ -102,13 +103,13 @@ class Allocator:
         self._count_allocation(pool, -1, size, requested)
 
     def empty_cache(self) -> None:
-        """Give back the segments, or pages of expandable ones, that no block uses (release_cached_blocks)."""
+        """Release the segments, or pages of expandable segments, that no block uses (release_cached_blocks)."""
         self.statistics.num_sync_all_streams += 1
         for pool in [pools[small] for small in (False, True) for pools in self._pools.values()]:
             release_blocks(self.driver, pool, self._expandable)
 
     def set_memory_fraction(self, fraction: float) -> None:
-        """Reserve at most `fraction` of `total` from now on (setMemoryFraction); 1 sets no limit. Raises SpecError."""
+        """Limit reserved memory to `fraction` of `total` (setMemoryFraction); 1 sets no limit. Raises SpecError."""
         if not 0 <= fraction <= 1:
             raise SpecError(f"a memory fraction of {fraction} cannot be; give 0 to 1.")
         allowed = garbage_limit = None
@@ -125,7 +126,7 @@ class Allocator:
         return self.statistics.as_dict()
 
     def reset_peak(self) -> None:
-        """Start the peaks at the current values: torch.cuda.reset_peak_memory_stats."""
+        """Reset the peaks to the current values: torch.cuda.reset_peak_memory_stats."""
         self.statistics.reset_peak()
 
     def small_pool(self, stream: int = 0) -> tuple[Any, ...]:
@@ -134,8 +135,8 @@ class Allocator:
         return segments, *[(size, address) for size, address, _, _ in self._pools[stream][1].blocks]
 
     def has_room(self, sizes: Iterable[int]) -> bool:
-        """Return whether no request of `sizes` makes the allocator give cached segments back: whether each could get a
-        segment of its own. In expandable segments, whose pages are given back one by one, this is never certain."""
+        """Return whether requests of `sizes` certainly do not release cached segments, because each could get a segment
+        of its own. With expandable segments, whose pages are released one by one, this is never certain."""
         needed = sum(segment_size(round_size(size, self.config), self.config) for size in sizes)
         within = self._allowed is None or self.reserved + needed <= self._allowed
         return within and self.driver.has(needed) and not self._expandable
@@ -166,32 +167,32 @@ class Allocator:
         """The most bytes reserved since reset_peak: torch.cuda.max_memory_reserved."""
         return self.statistics.all.reserved_bytes.peak
 
-    # ---- where a block comes from
+    # ---- free and new blocks
 
     def _get_free_block(self, pool: Pool, size: int) -> Block | None:
-        """Take the smallest free block of at least `size`, and of equals the lowest (get_free_block)."""
+        """Take the smallest free block of at least `size`, and among equals the lowest (get_free_block)."""
         blocks = pool.blocks
         if self._garbage_limit is not None:
             pool.stats[1].clock += 1
         index = bisect_left(blocks, (size,))
         if index == len(blocks):
             return None
-        if self._expandable:  # a block counts with what it can grow to
+        if self._expandable:  # compare the sizes to which blocks can grow
             while index + 1 < len(blocks) and can_grow_to(blocks[index + 1][2]) < can_grow_to(blocks[index][2]):
                 index += 1
-        found, oversize = blocks[index][0], self._max_split
-        if found >= oversize and (size < oversize or found >= size + self.config.max_non_split_rounding):
+        block_size, oversize = blocks[index][0], self._max_split
+        if block_size >= oversize and (size < oversize or block_size >= size + self.config.max_non_split_rounding):
             return None
         return blocks.pop(index)[2]
 
-    def _should_split(self, pool: Pool, size: int, rest: int) -> bool:
-        """Return whether a block for `size` bytes is cut off where `rest` would be left (should_split)."""
+    def _should_split(self, pool: Pool, size: int, remainder: int) -> bool:
+        """Return whether a block is split to serve `size` bytes if `remainder` bytes would remain (should_split)."""
         if pool.small or self._expandable:
-            return rest >= MIN_BLOCK
-        return rest > SMALL_SIZE and size < self._max_split
+            return remainder >= MIN_BLOCK
+        return remainder > SMALL_SIZE and size < self._max_split
 
     def _get_new_block(self, pool: Pool, size: int, requested: int) -> Block:
-        """Ask the driver; where it has too little, release cached segments and ask again (malloc)."""
+        """Ask the driver for memory; if that fails, release cached segments and ask again (malloc)."""
         if self._garbage_limit is not None and not self._expandable:
             collect_garbage(self.driver, [large for large, _ in self._pools.values()], self._garbage_limit)
         block = self._alloc_block(pool, size)
@@ -206,14 +207,14 @@ class Allocator:
             self.statistics.num_ooms += 1
             driver, segment = self.driver, segment_size(size, self.config)
             limit = min(limit for limit in (driver.capacity, self._allowed) if limit is not None)
-            driver.tell("oom", limit - driver.reserved, size, pool)  # torch puts the free bytes where an address is
+            driver.tell("oom", limit - driver.reserved, size, pool)  # torch reports the free bytes as the address
             raise AllocatorOutOfMemory(
                 requested, segment, self.allocated, driver.reserved, limit, driver.total or limit, driver.left
             )
         return block
 
     def _alloc_block(self, pool: Pool, size: int) -> Block | None:
-        """Return a new segment, or new pages of an expandable one; None where there is no room (alloc_block)."""
+        """Return a new segment, or new pages of an expandable segment; None if there is no room (alloc_block)."""
         segment = segment_size(size, self.config)
         if self._allowed is not None and self.reserved + segment > self._allowed:
             return None
@@ -229,9 +230,9 @@ class Allocator:
     def _open_stream(self, stream: int) -> tuple[Pool, Pool]:
         if self.late_config is not None and not self._pools:
             self.configure(self.late_config())
-        both = self.statistics.all
-        large = Pool(False, stream, self.config.large_segment_size, (both, self.statistics.large_pool))
-        small = Pool(True, stream, SMALL_SEGMENT, (both, self.statistics.small_pool))
+        all_stats = self.statistics.all
+        large = Pool(False, stream, self.config.large_segment_size, (all_stats, self.statistics.large_pool))
+        small = Pool(True, stream, SMALL_SEGMENT, (all_stats, self.statistics.small_pool))
         self._pools[stream] = large, small
         return large, small
 
@@ -244,7 +245,7 @@ class Allocator:
             self.statistics.oversize_allocations.change(sign)
 
     def _count_inactive(self, pool: Pool, count: int, size: int) -> None:
-        if not self._expandable:  # whose free pages can always go back
+        if not self._expandable:  # the free pages of expandable segments can always be released
             for stats in pool.stats:
                 stats.inactive_split.change(count)
                 stats.inactive_split_bytes.change(size)

@@ -1,4 +1,4 @@
-"""Sizes of the caching allocator: PYTORCH_CUDA_ALLOC_CONF, and how requests round up to blocks and segments by it.
+"""Settings of the caching allocator (PYTORCH_CUDA_ALLOC_CONF), and how they round requests to blocks and segments.
 
 Source: c10/core/AllocatorConfig.{h,cpp}, c10/cuda/CUDAAllocatorConfig.{h,cpp}, and round_size,
 roundup_power2_next_division and get_allocation_size in c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.13.
@@ -23,7 +23,7 @@ MIN_LARGE_ALLOC = 10 * MiB  # kMinLargeAlloc: a request below it shares a segmen
 LARGE_SEGMENT = 20 * MiB  # kLargeBuffer, a constant until torch made it a setting
 INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: below 2 MiB, from 2 MiB, from 4 MiB, ... from 32 GiB
 
-# Options of host memory, locks and graph capture: they don't change what the device allocator takes.
+# Options of host memory, locks and graph capture, which do not change the allocations of the device allocator.
 WITHOUT_EFFECT = (
     "release_lock_on_cudamalloc",
     "pinned_use_background_threads",
@@ -37,10 +37,10 @@ WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class AllocatorConfig:
-    """The allocator's settings; sizes in bytes. Raises SpecError for a value that torch refuses as well.
+    """The allocator's settings, with sizes in bytes. Raises SpecError for a value that torch refuses too.
 
-    `roundup_power2_divisions` is one number for all sizes, or 16 of them, one for each of INTERVALS.
-    `garbage_collection_threshold` acts only beside a memory fraction below 1, as in torch.
+    `roundup_power2_divisions` is one number for all sizes, or 16 numbers, one for each of INTERVALS.
+    `garbage_collection_threshold` acts only together with a memory fraction below 1, as in torch.
     """
 
     expandable_segments: bool = False
@@ -59,8 +59,8 @@ class AllocatorConfig:
         if split is not None and split < segment:
             raise SpecError(f"max_split_size is {show_bytes(split)}; it must be at least {show_bytes(segment)}.")
         if self.max_non_split_rounding < (least := min(segment, LARGE_SEGMENT)):
-            given = show_bytes(self.max_non_split_rounding)
-            raise SpecError(f"max_non_split_rounding is {given}; it must be at least {show_bytes(least)}.")
+            rounding = show_bytes(self.max_non_split_rounding)
+            raise SpecError(f"max_non_split_rounding is {rounding}; it must be at least {show_bytes(least)}.")
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < threshold < 1:
             raise SpecError(f"garbage_collection_threshold is {threshold}; it must lie between 0 and 1.")
@@ -73,13 +73,13 @@ class AllocatorConfig:
 
     @classmethod
     def from_environment(cls) -> AllocatorConfig:
-        """Return the settings of PYTORCH_ALLOC_CONF, or of its older name; raises what `parse` raises."""
-        # torch 2.9 ignores the new name on CUDA (pytorch issue 183387): runs of autumn 2025 that set it ran without.
+        """Return the settings of PYTORCH_ALLOC_CONF, or of its older name; raises the errors of `parse`."""
+        # torch 2.9 ignores the new name on CUDA (pytorch issue 183387), so runs of autumn 2025 with it had no settings.
         return cls.parse(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
     @classmethod
     def parse(cls, text: str) -> AllocatorConfig:
-        """Return the settings that `text` gives in the syntax of PYTORCH_CUDA_ALLOC_CONF: "key:value,key:value".
+        """Return the settings in `text`, which has the syntax of PYTORCH_CUDA_ALLOC_CONF: "key:value,key:value".
 
         Raises SpecError for a key torch does not know, for a value it refuses, and for backend:cudaMallocAsync and
         throw_on_cudamalloc_oom:True, which are not simulated.
@@ -102,7 +102,7 @@ class AllocatorConfig:
 
 
 def is_power_of_two(number: int) -> bool:
-    """Return whether `number` is 1, 2, 4, 8, ..., or 0, which turns the rounding off."""
+    """Return whether `number` is 1, 2, 4, 8, ..., or 0, which turns rounding off."""
     return number >= 0 and number & (number - 1) == 0
 
 
@@ -119,9 +119,9 @@ def read_mebibytes(value: str) -> int:
 
 
 def read_divisions(value: str) -> int | tuple[int, ...]:
-    """Return divisions from "4", or from "[256:1,512:2,>:8]": below 512 MiB 1, then 2, from 1 GiB 8.
+    """Return divisions from "4", or from "[256:1,512:2,>:8]", which means 1 below 512 MiB, 2 up to 1 GiB, and 8 above.
 
-    Source: parseRoundUpPower2Divisions. In older releases ">" also overwrites the last interval named before it.
+    Source: parseRoundUpPower2Divisions. In older releases ">" also overwrites the interval before it.
     """
     if not value.startswith("["):
         return int(value)
@@ -142,7 +142,7 @@ def read_divisions(value: str) -> int | tuple[int, ...]:
     return tuple(divisions)
 
 
-# By option: the field, how its value is read, an example.
+# For each option: the field, the function that reads its value, and an example.
 OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "expandable_segments": ("expandable_segments", read_bool, "True"),
     "max_split_size_mb": ("max_split_size", read_mebibytes, "128"),
@@ -167,7 +167,7 @@ def round_size(size: int, config: AllocatorConfig) -> int:
 
 
 def segment_size(rounded: int, config: AllocatorConfig) -> int:
-    """Return the bytes that a request of `rounded` asks of the driver (get_allocation_size)."""
+    """Return the bytes that a request of `rounded` bytes asks the driver for (get_allocation_size)."""
     if rounded <= SMALL_SIZE:
         return SMALL_SEGMENT
     if rounded < MIN_LARGE_ALLOC:
@@ -176,9 +176,9 @@ def segment_size(rounded: int, config: AllocatorConfig) -> int:
 
 
 def blocks_of(sizes: Iterable[int]) -> set[int]:
-    """Return the sizes of the blocks that requests of `sizes` bytes, large ones, can get.
+    """Return the sizes of the blocks that large requests of `sizes` bytes can get.
 
-    Each is the request rounded up, or the whole segment made for it where too little is left to be cut off.
+    Each block has the size of the rounded request, or of its whole segment if the remainder is too small to be split.
     """
     rounded = {-(-size // MIN_BLOCK) * MIN_BLOCK for size in sizes}
     whole = {size: -(-size // ROUND_LARGE) * ROUND_LARGE for size in rounded}

@@ -1,4 +1,4 @@
-"""The CUDA driver under the allocator: how much it can give, at which addresses, and what torch counts of its calls."""
+"""The CUDA driver below the allocator: its capacity, its addresses, and torch's statistics of its calls."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ from collections.abc import Callable
 from .blocks import Pool
 from .statistics import Statistics
 
-UNLIMITED = 2**64 - 1  # max_split_size where none is set
+UNLIMITED = 2**64 - 1  # max_split_size if none is set
 ADDRESSES_END = 0x7F00_0000_0000  # the first segment ends here
 
 
 class Driver:
-    """What cudaMalloc and the calls that map pages have left: `capacity` bytes, or no end where None.
+    """The memory behind cudaMalloc and the calls that map pages: `capacity` bytes, or None for no limit.
 
-    `total` is the card's memory. `on_event`, where set, gets torch's memory history: (action, address, size, stream).
+    `total` is the GPU's memory. If `on_event` is set, it receives torch's memory history: (action, address,
+    size, stream).
     """
 
     def __init__(self, capacity: int | None, total: int | None) -> None:
         self.capacity, self.total = capacity, total
-        self.oversize = UNLIMITED  # bytes from which on a segment is never split
+        self.oversize = UNLIMITED  # a segment of at least this size is never split
         self.on_event: Callable[[str, int, int, int], None] | None = None
         self.statistics = Statistics()
         self._lowest_address = ADDRESSES_END
 
     @property
     def reserved(self) -> int:
-        """Bytes that the driver gave and has not got back."""
+        """Bytes that the driver has provided and that were not released."""
         return self.statistics.all.reserved_bytes.current
 
     @property
     def left(self) -> int:
-        """Bytes that the driver has left, where it has an end; else those of the card."""
-        end = self.total if self.capacity is None else self.capacity
-        return (end or 0) - self.reserved
+        """Bytes that the driver has left, counted from the GPU's memory if there is no capacity."""
+        limit = self.total if self.capacity is None else self.capacity
+        return (limit or 0) - self.reserved
 
     def has(self, size: int) -> bool:
         """Return whether the driver has `size` bytes left."""
         return self.capacity is None or self.reserved + size <= self.capacity
 
     def reserve_addresses(self, size: int, alignment: int) -> int:
-        """Return the start of a range of addresses that nothing had before."""
+        """Return the start of a range of unused addresses."""
         self._lowest_address = (self._lowest_address - size) // alignment * alignment
         return self._lowest_address
 
     def count_segment(self, pool: Pool, count: int, size: int) -> None:
-        """Count a segment of `size` bytes that the driver gave; one less, and bytes below 0, that it took back."""
+        """Count a segment of `size` bytes from the driver; `count` and `size` are negative if it is released."""
         for stats in pool.stats:
             stats.segment.change(count)
         if abs(size) >= self.oversize:
@@ -53,7 +54,7 @@ class Driver:
         self.count_reserved(pool, size)
 
     def count_reserved(self, pool: Pool, size: int) -> None:
-        """Count one call to the driver, which gave `size` bytes, or took them back."""
+        """Count one call to the driver, which provides `size` bytes, or releases them if `size` is negative."""
         if size > 0:
             self.statistics.num_device_alloc += 1
         else:

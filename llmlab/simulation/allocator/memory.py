@@ -1,4 +1,4 @@
-"""The interface of an allocator to the engine, the error of one that is full, and the CPU's, which caches nothing."""
+"""The allocator interface that the engine needs, the out-of-memory error, and the CPU's allocator without a cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...base.units import show_bytes
 
 
 class Memory(Protocol):
-    """What the engine asks of an allocator."""
+    """The methods of an allocator that the engine calls."""
 
     @property
     def allocated(self) -> int: ...
@@ -19,7 +19,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """A CPU's allocator, which keeps nothing back and rounds nothing up: `allocated` is the sum of the requests."""
+    """The CPU's allocator, which neither caches nor rounds, so `allocated` is the sum of the requests."""
 
     def __init__(self) -> None:
         self.allocated = 0
@@ -27,23 +27,23 @@ class HostMemory:
         self._sizes: dict[int, int] = {}
 
     def malloc(self, size: int, stream: int = 0) -> int:
-        """Return the address of `size` bytes, which nothing had before."""
+        """Allocate `size` bytes and return their address, which was never used before."""
         address, self._next = self._next, self._next + size
         self._sizes[address] = size
         self.allocated += size
         return address
 
     def free(self, address: int) -> None:
-        """Take back what malloc gave."""
+        """Free the block at an address from malloc."""
         self.allocated -= self._sizes.pop(address)
 
 
 class AllocatorOutOfMemory(MemoryError):
-    """The driver has too little left, also after the cached segments went back to it; sizes in bytes.
+    """The driver has too little memory left, even after the cached segments were released; sizes in bytes.
 
-    `requested` was asked of malloc, `segment` of the driver for it (torch's "Tried to allocate"); `capacity` is the
-    limit it hit, `allocated` and `reserved` are the state in which it failed. `total` is the card's memory, of which
-    the driver has `left`.
+    `requested` is the size passed to malloc, and `segment` the size requested from the driver (torch's "Tried to
+    allocate"). `capacity` is the limit that was hit; `allocated` and `reserved` describe the state at the failure.
+    `total` is the GPU's memory, of which the driver has `left`.
     """
 
     def __init__(

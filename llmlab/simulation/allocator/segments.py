@@ -1,7 +1,7 @@
-"""Segments that grow and go: pages behind expandable segments, and the release of cached segments to the driver.
+"""Growth and release of segments: the pages of expandable segments, and the release of cached segments.
 
-An expandable segment is a range of addresses that gets memory behind it page by page, so a cached block can grow where
-it ends, instead of lying beside a new segment. A page is 2 MiB in the small pool and 20 MiB in the large one. Source:
+An expandable segment is a range of addresses to which memory is mapped page by page. So a cached block at its end can
+grow, and no new segment is needed next to it. A page is 2 MiB in the small pool and 20 MiB in the large one. Source:
 Note [Expandable Segments], release_cached_blocks, release_available_cached_blocks and garbage_collect_cached_blocks in
 c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.13.
 """
@@ -14,11 +14,11 @@ from ...base.units import GiB
 from .blocks import Block, Pool, is_whole
 from .driver import Driver
 
-UNKNOWN_TOTAL = 4 * 1024 * GiB  # a card's memory where none is given; torch reserves addresses for 1 1/8 of it
+UNKNOWN_TOTAL = 4 * 1024 * GiB  # the GPU's memory if none is given; torch reserves addresses for 9/8 of it
 
 
 def grow(driver: Driver, pool: Pool, size: int) -> Block | None:
-    """Put memory behind the lowest addresses where `size` fits (try_allocate_expandable_block)."""
+    """Map memory to the lowest addresses where `size` fits (try_allocate_expandable_block)."""
     block = find_addresses(driver, pool, size)
     if not block.mapped and not map_pages(driver, block, min(block.size, size)):
         return None
@@ -27,13 +27,13 @@ def grow(driver: Driver, pool: Pool, size: int) -> Block | None:
         assert following is not None  # find_addresses found room in it
         if not map_pages(driver, following, min(size - block.size, following.size)):
             return None
-        block = following  # which has taken in the block before it
+        block = following  # map_pages merged the previous block into it
     pool.remove(block)
     return block
 
 
 def find_addresses(driver: Driver, pool: Pool, size: int) -> Block:
-    """Return the first of neighbours, free or unmapped, that have `size` addresses (find_expandable_block)."""
+    """Return the first of free or unmapped neighbours that together span `size` addresses (find_expandable_block)."""
     for unmapped in pool.unmapped:
         start = unmapped if unmapped.prev is None or unmapped.prev.allocated else unmapped.prev
         free = 0
@@ -50,7 +50,7 @@ def find_addresses(driver: Driver, pool: Pool, size: int) -> Block:
 
 
 def map_pages(driver: Driver, block: Block, size: int) -> bool:
-    """Put whole pages behind the first `size` bytes of an unmapped block; False: no room (map_block)."""
+    """Map whole pages to the first `size` bytes of an unmapped block; return False if memory is short (map_block)."""
     pool, address = block.pool, block.address
     size = -(-size // pool.page) * pool.page
     if not driver.has(size):
@@ -68,7 +68,7 @@ def map_pages(driver: Driver, block: Block, size: int) -> bool:
 
 
 def unmap(driver: Driver, block: Block) -> None:
-    """Give back the whole pages inside a free block (unmap_block)."""
+    """Release the whole pages inside a free block (unmap_block)."""
     pool = block.pool
     start = -(-block.address // pool.page) * pool.page
     end = (block.address + block.size) // pool.page * pool.page
@@ -89,7 +89,7 @@ def unmap(driver: Driver, block: Block) -> None:
 
 
 def can_grow_to(block: Block) -> int:
-    """Return the bytes of a free block and of the unmapped one behind it (expandable_size)."""
+    """Return the bytes of a free block and of the unmapped block after it (expandable_size)."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
 
 
@@ -97,47 +97,47 @@ def can_grow_to(block: Block) -> int:
 
 
 def release_block(driver: Driver, block: Block) -> None:
-    """Give back a segment that is one free block (release_block)."""
+    """Release a segment that consists of one free block (release_block)."""
     block.pool.remove(block)
     driver.count_segment(block.pool, -1, -block.size)
     driver.tell("segment_free", block.address, block.size, block.pool)
 
 
 def release_blocks(driver: Driver, pool: Pool, expandable: bool) -> None:
-    """Give back a pool's free segments, or the free pages of expandable ones (release_blocks)."""
+    """Release a pool's free segments, or the free pages of expandable segments (release_blocks)."""
     for _, _, block, _ in list(pool.blocks):
         if expandable:
-            unmap(driver, block)  # the addresses stay: after release_expandable_segment the driver gives the same
+            unmap(driver, block)  # keep the addresses, which the driver would return again after a release
         elif is_whole(block):
             release_block(driver, block)
 
 
 def release_available(driver: Driver, pool: Pool, size: int, oversize: int) -> bool:
-    """Release just enough oversize blocks for `size`; False: that won't do (release_available_cached_blocks)."""
-    needed, released = max(size, oversize), 0
-    index = bisect_left(pool.blocks, (needed,))
+    """Release just enough oversize blocks for `size`; return whether it sufficed (release_available_cached_blocks)."""
+    target, released = max(size, oversize), 0
+    index = bisect_left(pool.blocks, (target,))
     if index < len(pool.blocks):
         release_block(driver, pool.blocks[index][2])
         return True
-    while released < needed and pool.blocks and pool.blocks[-1][0] >= oversize:
+    while released < target and pool.blocks and pool.blocks[-1][0] >= oversize:
         released += pool.blocks[-1][0]
         release_block(driver, pool.blocks[-1][2])
-    return released >= needed
+    return released >= target
 
 
 def collect_garbage(driver: Driver, pools: list[Pool], limit: int) -> None:
-    """Release the large segments unused for longest until `limit` bytes are reserved (garbage_collect_cached_blocks).
+    """Release the segments that were unused longest until at most `limit` bytes are reserved.
 
-    `pools`: all large ones.
+    `pools` are all large pools (garbage_collect_cached_blocks).
     """
     target = driver.reserved - limit
-    now, reclaimed = driver.statistics.large_pool.clock, 0
+    clock, reclaimed = driver.statistics.large_pool.clock, 0
     while reclaimed < target:
         free = [entry for large in pools for entry in large.blocks if is_whole(entry[2])]
         if not free:
             return
-        mean = sum(now - since for _, _, _, since in free) / len(free)
+        mean = sum(clock - since for _, _, _, since in free) / len(free)
         for size, _, block, since in free:
-            if now - since >= mean:
+            if clock - since >= mean:
                 reclaimed += size
                 release_block(driver, block)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-# torch counts as active the blocks that another stream still uses too, which are not simulated.
+# In torch, active blocks include those that another stream still uses, which are not simulated.
 ACTIVE = {"active": "allocation", "active_bytes": "allocated_bytes"}
 
 
 class Stat:
-    """A number now, at most, and the totals of what was added to it and taken from it."""
+    """The current value of a count, its peak, and the totals of its increases and decreases."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 
@@ -31,7 +31,7 @@ class Stat:
 
 
 class Stats:
-    """The counts for one size class, or for both; `clock` counts its searches (get_free_blocks_call_count)."""
+    """The counts for one size class, or for both; `clock` counts searches (get_free_blocks_call_count)."""
 
     def __init__(self) -> None:
         self.clock = 0
@@ -52,19 +52,19 @@ class Statistics:
         self.reset_accumulated()
 
     def reset_peak(self) -> None:
-        """Start the peaks at the current values again."""
+        """Reset the peaks to the current values."""
         for _, stat in self._named():
             stat.peak = stat.current
 
     def reset_accumulated(self) -> None:
-        """Start the totals and the counters at 0 again."""
+        """Reset the totals and the counters to 0."""
         for _, stat in self._named():
             stat.allocated = stat.freed = 0
         self.num_alloc_retries = self.num_ooms = self.num_sync_all_streams = 0
         self.num_device_alloc = self.num_device_free = 0
 
     def as_dict(self) -> dict[str, int]:
-        """Return what torch.cuda.memory_stats returns."""
+        """Return the statistics under the keys of torch.cuda.memory_stats."""
         stats = {f"{name}.{part}": getattr(stat, part) for name, stat in self._named() for part in Stat.__slots__}
         stats |= {name: getattr(self, name) for name in (*self.COUNTERS, "max_split_size")}
         stats["num_oom_rejections"] = 0  # by throw_on_cudamalloc_oom, which is not simulated

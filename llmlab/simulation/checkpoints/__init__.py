@@ -1,1 +1,1 @@
-"""Checkpoints of a simulated card: torch.save, torch.load and safetensors where tensors have no values."""
+"""Checkpoints of a simulated GPU: torch.save, torch.load and safetensors where tensors have no values."""

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint where tensors have no values: what it would write is kept in memory, file by file.
+"""torch.distributed.checkpoint for tensors without values: its files are kept in memory instead of on disk.
 
-Its planners and its readers run as they are, so the card's memory is theirs: copies go to the host. The file of this
-rank is kept, and those of other ranks, which are not there, have nothing. Saving asynchronously is saving: another
-thread would not see the card.
+Its planners and readers run unchanged, so they use the same GPU memory as on a real GPU; copies go to the host. The
+file of this rank is kept, and the files of other ranks, which do not exist here, are empty. An asynchronous save runs
+synchronously, because another thread would not see the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DCP = "torch.distributed.checkpoint."
 
 @contextmanager
 def distributed_checkpoints(kept: dict[str, Any]) -> Iterator[None]:
-    """Let torch.distributed.checkpoint write files into `kept`, by absolute path, and find them there."""
+    """Let torch.distributed.checkpoint write its files to `kept`, by absolute path, and read them from there."""
     files, writer = symbol(DCP + "filesystem.FileSystem"), symbol(DCP + "filesystem._FileSystemWriter")
     planner = symbol(DCP + "default_planner")
     saver, package = symbol(DCP + "state_dict_saver"), symbol(DCP.rstrip("."))
@@ -38,7 +38,7 @@ def distributed_checkpoints(kept: dict[str, Any]) -> Iterator[None]:
         (files, "rm_file", lambda self, path: os.remove(path)),
         (files, "ls", lambda self, path: [os.path.join(path, name) for name in os.listdir(path)]),
         (writer, "__init__", _one_thread(writer.__init__)),
-        (planner, "dedup_save_plans", _of_first),
+        (planner, "dedup_save_plans", _first_plan_alone),
         (planner, "_validate_global_plan", lambda plans, metadata: []),
         (symbol(DCP + "hf_storage.HuggingFaceStorageWriter"), "__init__", _refused),
         *((module, "async_save", _saved_now(saver)) for module in (saver, package)),
@@ -68,7 +68,7 @@ def _stream(kept: dict[str, Any], real: Callable) -> Callable:
 
 
 def _one_thread(init: Callable) -> Callable:
-    """_FileSystemWriter.__init__: in this thread, which sees the card, one tensor after another, without a disk."""
+    """_FileSystemWriter.__init__ with one thread, which sees the GPU, one tensor at a time, and without fsync."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -77,18 +77,18 @@ def _one_thread(init: Callable) -> Callable:
     return call
 
 
-def _of_first(plans: list[Any], *options: Any) -> list[Any]:
-    """dedup_save_plans: all plans are this rank's, which writes what is in it."""
+def _first_plan_alone(plans: list[Any], *options: Any) -> list[Any]:
+    """dedup_save_plans: all plans are copies of this rank's plan, so only the first keeps its items."""
     return [*plans[:1], *(replace(plan, items=[]) for plan in plans[1:])]
 
 
 def _saved_now(saver: Any) -> Callable:
     def async_save(
-        state_dict: Any, *, async_checkpointer_type: Any = None, async_stager: Any = None, **where: Any
+        state_dict: Any, *, async_checkpointer_type: Any = None, async_stager: Any = None, **options: Any
     ) -> Any:
-        """torch.distributed.checkpoint.async_save, done when it returns."""
+        """torch.distributed.checkpoint.async_save, which saves before it returns."""
         done: Future = Future()
-        done.set_result(saver.save(state_dict, **where))
+        done.set_result(saver.save(state_dict, **options))
         if getattr(getattr(async_stager, "_config", None), "use_async_staging", False):
             return saver.AsyncSaveResponse(staging_completion=done, upload_completion=done)
         return done

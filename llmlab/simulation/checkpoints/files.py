@@ -1,8 +1,8 @@
-"""Saving and loading checkpoints (torch.save, torch.load, safetensors) where tensors have no values.
+"""Saving and loading checkpoints (torch.save, torch.load, safetensors) of tensors without values.
 
-What holds simulated tensors is kept in memory, by path, until the block ends: nothing is written, so no good checkpoint
-is replaced by an empty one. Loading that path gives the tensors back, and takes the card's memory as torch.load does.
-Files that are there are read for real, and what goes to the card from them is simulated.
+Objects that contain simulated tensors are kept in memory, by path, until the block ends. Nothing is written to disk, so
+no good checkpoint is overwritten by an empty one. Loading such a path returns the tensors, and allocates GPU memory as
+torch.load does. Existing files are really read, and tensors loaded from them to the GPU are simulated.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ NOT_WRITTEN = "tensors on the simulated GPU have no values, so {} is kept in mem
 
 
 class Checkpoints:
-    """What was saved in the block, and the functions that save and load."""
+    """The checkpoints saved in the block, and the functions that save and load them."""
 
     def __init__(self, engine: Engine, kept: dict[str, Any]) -> None:
         self.engine = engine
-        self.kept = kept  # by path, or number of a file object: pickled content and its tensors, or bytes
+        self.kept = kept  # by path or number of a file object: the pickled content and its tensors, or bytes
         self._numbers = count()
-        self.plain = False  # whether parameters that are made stay real
+        self.plain = False  # whether new parameters stay real
         self.real_load = torch.load
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Let torch.save and torch.load know of simulated tensors; see `safetensors` for that library."""
+        """Let torch.save and torch.load handle simulated tensors; see `safetensors` for that library."""
         real_save = torch.save
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            # Of a storage pickle asks torch.save, which would ask pickle again.
+            # For a storage, pickle calls torch.save, which would call pickle again.
             if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)) or not self._keep(obj, f):
                 with plainly():
                     if not isinstance(f, (str, os.PathLike)):
                         real_save(obj, f, *args, **kwargs)
                         return
-                    with open(f, "wb") as file:  # torch's writer is C++, which does not ask where `llmlab run` writes
+                    with open(f, "wb") as file:  # torch's C++ writer ignores where `llmlab run` redirects writes
                         real_save(obj, file, *args, **kwargs)
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            kept = self._kept(f)
-            if kept is None:
+            checkpoint = self._kept(f)
+            if checkpoint is None:
                 return self._load_real(f, map_location, args, kwargs)
-            return self._restore(*kept, map_location)
+            return self._restore(*checkpoint, map_location)
 
         def pickled(tensor: Tensor, protocol: Any) -> tuple[Any, ...]:
             buffer = io.BytesIO()
@@ -107,26 +107,26 @@ class Checkpoints:
             yield
 
     def safe_open(self, module: str) -> AbstractContextManager[Any]:
-        """Let safe_open, as `module` imported it, open what was saved in the block."""
+        """Let safe_open, as imported by `module`, open checkpoints that were saved in the block."""
         real = sys.modules[module].safe_open
 
         def opened(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
-            if (kept := self._kept(filename)) is None:
+            if (checkpoint := self._kept(filename)) is None:
                 with open(filename, "rb") as file:
                     return real(file.name, framework, device=device, **options)
-            return _Opened(self._restore(*kept, device))
+            return _Opened(self._restore(*checkpoint, device))
 
         return mock.patch.object(sys.modules[module], "safe_open", opened)
 
     # ---- simulated
 
     def _keep(self, content: Any, f: Any) -> bool:
-        """Keep `content` if simulated tensors are in it, and say so; return whether they are."""
-        kept = self._store(content, f)
-        if kept and not isinstance(getattr(f, "raw", f), KeptFile):  # of which its writer tells
+        """Keep `content` and warn if it contains simulated tensors; return whether it does."""
+        simulated = self._store(content, f)
+        if simulated and not isinstance(getattr(f, "raw", f), KeptFile):  # whose writer warns itself
             name = f if isinstance(f, (str, os.PathLike)) else "a checkpoint"
             warnings.warn(NOT_WRITTEN.format(name), LabWarning, stacklevel=4)
-        return kept
+        return simulated
 
     def _store(self, content: Any, f: Any) -> bool:
         buffer = io.BytesIO()
@@ -136,11 +136,11 @@ class Checkpoints:
         except (pickle.PicklingError, AttributeError, TypeError):
             if pickler.simulated:
                 raise
-            return False  # torch.save says what is wrong
+            return False  # torch.save will raise the error
         if not pickler.simulated:
             return False
         if isinstance(f, (str, os.PathLike)):
-            self.kept.pop(os.path.abspath(f), None)  # the latest is the last
+            self.kept.pop(os.path.abspath(f), None)  # so that the latest is last
             self.kept[os.path.abspath(f)] = buffer.getvalue(), pickler.records
         else:
             number = str(next(self._numbers))
@@ -167,9 +167,9 @@ class Checkpoints:
         return Unpickler(io.BytesIO(content), tensor).load()
 
     def _tensor(self, saved: Saved, place: str, bases: dict[tuple[int, str], Tensor]) -> Tensor:
-        """Return the tensor of a record, on the card or on the host; those of one storage share it again."""
+        """Return the tensor of a record, on the GPU or on the host; tensors of one storage share it again."""
         if place == "cpu" and saved.value is not None:
-            made = saved.value.clone()
+            tensor = saved.value.clone()
         else:
             base = bases.get((saved.storage, place))
             if base is None:
@@ -180,19 +180,19 @@ class Checkpoints:
                     with disable_current_modes(), self.engine.fake:
                         base = torch.empty(count, dtype=saved.dtype, device="cpu")
                 bases[saved.storage, place] = base
-            made = base.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+            tensor = base.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
             if saved.value is not None and is_followed(saved.value):
-                know(made, saved.value)
+                know(tensor, saved.value)
         if saved.parameter:
-            return nn.Parameter(made, saved.requires_grad)
-        return made.requires_grad_() if saved.requires_grad else made
+            return nn.Parameter(tensor, saved.requires_grad)
+        return tensor.requires_grad_() if saved.requires_grad else tensor
 
     # ---- files
 
     def _load_real(self, f: Any, map_location: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         on_card: set[int] = set()
 
-        def noted(storage: Any, tag: str) -> Any:
+        def note_device(storage: Any, tag: str) -> Any:
             if place_of(map_location, tag) == "cuda":
                 on_card.add(storage.data_ptr())
             return storage
@@ -200,26 +200,26 @@ class Checkpoints:
         self.plain = True
         try:
             with plainly():
-                content = self.real_load(f, noted, *args, **kwargs)
+                content = self.real_load(f, note_device, *args, **kwargs)
         finally:
             self.plain = False
         bases: dict[tuple[int, str], Tensor] = {}
 
-        def moved(tensor: Tensor) -> Tensor:
+        def move(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage().data_ptr() in on_card:
                 return self._tensor(record(tensor), "cuda", bases)
             return tensor
 
-        return with_tensors(content, moved) if on_card else content
+        return with_tensors(content, move) if on_card else content
 
 
 def _loaded(content: bytes) -> Any:
-    """Give back what pickle made of a simulated tensor, while the block is open."""
+    """Return the simulated tensor that was pickled while the block is open."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
 class _Opened:
-    """safe_open of a file that was saved in the block."""
+    """The result of safe_open for a file that was saved in the block."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -246,7 +246,7 @@ class _Opened:
 
 
 class _Slice:
-    """What get_slice of safe_open returns: the tensor comes with the index."""
+    """The result of get_slice of safe_open, which is read when it is indexed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

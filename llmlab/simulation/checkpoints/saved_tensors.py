@@ -1,4 +1,4 @@
-"""Pickling of tensors without values: how a checkpoint of a simulated card stores them, and where loading puts them."""
+"""Pickling of tensors without values: how checkpoints of a simulated GPU store them, and where they are loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..values.known import known
 
 
 class Saved(NamedTuple):
-    """A tensor without its values: how it lies in its storage, and where that was ("cpu" or "cuda:0")."""
+    """A tensor without its values: its layout in its storage, and the device of that ("cpu" or "cuda")."""
 
     storage: int
     nbytes: int
@@ -32,7 +32,7 @@ class Saved(NamedTuple):
 
 
 class Location:
-    """Stands for a storage in a call of a function given as map_location."""
+    """A stand-in for a storage, passed to a function that is given as map_location."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -45,18 +45,18 @@ class Location:
 
 
 class Pickler(pickle.Pickler):
-    """Pickles all but tensors, of which it makes `records`."""
+    """Pickles everything but tensors, which it adds to `records`."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.records: list[Saved] = []
         self.simulated = False
 
-    def persistent_id(self, each: Any) -> int | None:
-        if not isinstance(each, Tensor):
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor):
             return None
-        self.simulated |= isinstance(each, FakeTensor)
-        self.records.append(record(each))
+        self.simulated |= isinstance(obj, FakeTensor)
+        self.records.append(record(obj))
         return len(self.records) - 1
 
 
@@ -71,13 +71,13 @@ class Unpickler(pickle.Unpickler):
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Run what is inside as outside of the block."""
+    """Run the block as if no simulator were open."""
     with DisableTorchFunction(), disable_current_modes():
         yield
 
 
 def record(tensor: Tensor) -> Saved:
-    """Return what is kept of `tensor`: all but unknown values."""
+    """Return everything about `tensor` but unknown values."""
     with plainly():
         storage = tensor.untyped_storage()
         value, offset = known(tensor), int(tensor.storage_offset())
@@ -90,7 +90,7 @@ def record(tensor: Tensor) -> Saved:
 
 
 def place_of(map_location: Any, tag: str) -> str:
-    """Return "cuda" or "cpu" for what was saved at `tag`: torch.load's map_location."""
+    """Return "cuda" or "cpu", the device to which torch.load's map_location moves a tensor saved at `tag`."""
     if isinstance(map_location, dict):
         tag = map_location.get(tag, tag)
     elif callable(map_location):
@@ -103,7 +103,7 @@ def place_of(map_location: Any, tag: str) -> str:
 
 
 def with_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `content` with its tensors changed; dictionaries, lists and modules are changed in place."""
+    """Return `content` with `change` applied to its tensors; dictionaries, lists and modules change in place."""
     if isinstance(content, Tensor):
         return change(content)
     if isinstance(content, dict):

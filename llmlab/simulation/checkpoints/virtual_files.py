@@ -1,6 +1,7 @@
-"""Virtual files: checkpoints kept in memory exist for code that looks for them, renames, copies or removes them.
+"""Virtual files: code can find, rename, copy and remove checkpoints that are kept in memory.
 
-Scripts write to a temporary name and os.replace() it, copy the best one, delete the oldest. Files on the disk stay.
+Scripts write a checkpoint to a temporary name and os.replace() it, copy the best one, and delete the oldest one. Files
+on disk keep behaving as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..values.placeholders import PLACEHOLDER, Unknown
 
 
 class KeptFile(io.BytesIO):
-    """A file in memory; `keep` takes what is in it when it is closed."""
+    """A file in memory; `keep` is called with its content when it is closed."""
 
     def __init__(self, keep: Callable[[bytes], None]) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class KeptFile(io.BytesIO):
 
 @dataclass(frozen=True)
 class _Entry:
-    """What os.scandir gives of a file in memory, or of a folder that only such files are in."""
+    """An entry of os.scandir for a file in memory, or for a folder that exists only because of such files."""
 
     name: str
     path: str
@@ -51,16 +52,16 @@ class _Entry:
 
 
 class Entries:
-    """What os.scandir returns, of several places."""
+    """The iterator that os.scandir returns, over entries on disk and in memory."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
-        self._left = iter(entries)
+        self._entries = iter(entries)
 
     def __iter__(self) -> Entries:
         return self
 
     def __next__(self) -> Any:
-        return next(self._left)
+        return next(self._entries)
 
     def __enter__(self) -> Entries:
         return self
@@ -71,7 +72,7 @@ class Entries:
 
 
 class VirtualFiles:
-    """Functions of os, os.path, pathlib and shutil that find what is in `kept`, by absolute path, besides the disk."""
+    """Functions of os, os.path, pathlib and shutil that also find the files in `kept`, by absolute path."""
 
     def __init__(self, kept: dict[str, Any]) -> None:
         self.kept = kept
@@ -79,7 +80,7 @@ class VirtualFiles:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Put them in the place of the libraries' own."""
+        """Replace the libraries' own functions."""
         wrapped = {
             self._renaming: ((os, "replace"), (os, "rename"), (shutil, "move")),
             self._copying: ((shutil, "copy"), (shutil, "copy2"), (shutil, "copyfile")),
@@ -99,7 +100,7 @@ class VirtualFiles:
                     stack.enter_context(mock.patch.object(module, name, wrap(getattr(module, name))))
             yield
 
-    def _found(self, path: Any) -> str | None:
+    def _kept_name(self, path: Any) -> str | None:
         name = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
         return name if name in self.kept else None
 
@@ -149,20 +150,20 @@ class VirtualFiles:
 
     def _renaming(self, real: Callable) -> Callable:
         def rename(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            name, to = self._found(source), os.path.abspath(target)
+            name, to = self._kept_name(source), os.path.abspath(target)
             if name is not None:
                 self.kept[to] = self.kept.pop(name)
                 return None
-            done = real(source, target, *args, **kwargs)
-            for entry in self._inside(source):  # of a folder that is renamed
+            result = real(source, target, *args, **kwargs)
+            for entry in self._inside(source):  # files of a renamed folder
                 self.kept[os.path.join(to, os.path.relpath(entry, source))] = self.kept.pop(entry)
-            return done
+            return result
 
         return rename
 
     def _copying(self, real: Callable) -> Callable:
         def copy(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            name = self._found(source)
+            name = self._kept_name(source)
             if name is None:
                 return real(source, target, *args, **kwargs)
             if os.path.isdir(target):
@@ -174,7 +175,7 @@ class VirtualFiles:
 
     def _removing(self, real: Callable) -> Callable:
         def remove(path: Any, *args: Any, **kwargs: Any) -> None:
-            name = self._found(path)
+            name = self._kept_name(path)
             if name is None:
                 real(path, *args, **kwargs)
             else:
@@ -183,14 +184,14 @@ class VirtualFiles:
         return remove
 
     def _looking(self, real: Callable) -> Callable:
-        return lambda path, *args, **kwargs: self._found(path) is not None or real(path, *args, **kwargs)
+        return lambda path, *args, **kwargs: self._kept_name(path) is not None or real(path, *args, **kwargs)
 
     def _dating(self, real: Callable) -> Callable:
         def date(path: Any) -> float:
-            name = self._found(path)
-            return real(path) if name is None else self.began + list(self.kept).index(name)  # the latest is the last
+            name = self._kept_name(path)
+            return real(path) if name is None else self.began + list(self.kept).index(name)  # later files are newer
 
         return date
 
     def _measuring(self, real: Callable) -> Callable:
-        return lambda path: Unknown(PLACEHOLDER) if self._found(path) is not None else real(path)
+        return lambda path: Unknown(PLACEHOLDER) if self._kept_name(path) is not None else real(path)

@@ -1,1 +1,1 @@
-"""torch.compile on the simulated card: torch's own compiler runs up to the kernels, which are not made."""
+"""torch.compile on the simulated GPU: torch's own compiler runs, but compiles no kernels."""

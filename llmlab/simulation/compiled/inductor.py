@@ -1,10 +1,10 @@
-"""Inductor on the simulated card: it writes its wrapper, which runs here with kernels that do nothing.
+"""Inductor on the simulated GPU: it generates its wrapper, which runs here with kernels that do nothing.
 
-Inductor turns a graph into a Python module: `call` takes the inputs, makes each buffer, launches fused Triton kernels,
-calls cuBLAS and what else it does not write itself, and deletes each buffer after its last use. Which buffers there are
-(what is fused, what is done in place, what is saved for backward) is decided by then. Here the text is Inductor's own,
-for the simulated card's properties; Triton compiles nothing, a launch is a count, and `call` takes its buffers from the
-engine, which runs the operators that are left.
+Inductor turns a graph into a Python module. Its function `call` receives the inputs, allocates each buffer, launches
+fused Triton kernels, calls cuBLAS and other external kernels, and deletes each buffer after its last use. By then it is
+decided which buffers exist, because fusion, in-place updates, and the tensors saved for backward are fixed. Here the
+module is Inductor's own, generated for the simulated GPU's properties. Triton compiles nothing, a launch only counts,
+and `call` allocates its buffers from the engine, which also runs the remaining operators.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
 from .dynamo import CARD, on_device, tracing, uncollected
 
-# A cache would give what other cards compiled. What is chosen by measuring is not.
+# A cache would return code compiled for other GPUs, and nothing can be chosen by measuring.
 CONFIG = {
     "force_disable_caches": True, "compile_threads": 1, "max_autotune": False, "max_autotune_gemm": False,
     "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False,
-    "profile_bandwidth": True,  # it writes into each kernel's text how many bytes it moves, and where a graph begins
+    "profile_bandwidth": True,  # adds to each kernel's source the bytes that it moves, and marks where a graph begins
 }  # fmt: skip
 TEMPLATE = "@triton_heuristics.template("  # select_algorithm.py
 MOVED = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")  # 1e9 bytes; simd.py, estimate_kernel_num_bytes
 MEASURES = {"max_autotune": "max-autotune", "max_autotune_gemm": "max-autotune", "triton.cudagraphs": "CUDA graphs"}
-# CUDA C++ Programming Guide, technical specifications per compute capability: the same from 7.0 on, but for threads.
+# CUDA C++ Programming Guide, technical specifications per compute capability: the same since 7.0.
 THREADS_PER_BLOCK = 1024
 PADDED = Note(
     "padded-matmuls",
@@ -52,7 +52,7 @@ ALIGNMENT = 16  # bytes; torch/_inductor/utils.py
 
 @contextmanager
 def inductor_on(card: Card) -> Iterator[None]:
-    """Let Inductor compile for `card`, until the block ends. A graph that it cannot compile here runs eager."""
+    """Let Inductor compile for `card` until the block ends. A graph that it cannot compile here runs eagerly."""
     check("torch._inductor.compile_fx")
     entry, config = symbol("torch._inductor.compile_fx"), symbol("torch._inductor.config")
     autograd = symbol("torch._functorch.config")
@@ -65,14 +65,14 @@ def inductor_on(card: Card) -> Iterator[None]:
     properties = SimpleNamespace(**vars(torch.cuda.get_device_properties(0)), max_threads_per_block=THREADS_PER_BLOCK)
 
     def compile_fx(graph: GraphModule, inputs: Any, inner_compile: Any = inner, **options: Any) -> Any:
-        if options.get("config_patches"):  # torch's applies them and calls this again
+        if options.get("config_patches"):  # torch's own function applies the patches and calls this one again
             return real(graph, inputs, inner_compile=inner_compile, **options)
-        for name in {named for key, named in MEASURES.items() if config.get_config_copy().get(key)}:
+        for name in {mode for key, mode in MEASURES.items() if config.get_config_copy().get(key)}:
             remark(Note("compile-mode", f"torch.compile's {name} is not simulated; its memory is not counted."))
         try:
             if find_spec("triton") is None:
                 raise NotAvailable("Inductor needs Triton, which is not installed: pip install triton")
-            with config.patch(CONFIG), autograd.patch(graphsafe_rng_functionalization=False):  # that asks the driver
+            with config.patch(CONFIG), autograd.patch(graphsafe_rng_functionalization=False):  # else asks the driver
                 return real(graph, inputs, inner_compile=_compiler(card, inner_compile), **options)
         except torch.OutOfMemoryError:
             raise
@@ -80,7 +80,7 @@ def inductor_on(card: Card) -> Iterator[None]:
             card.engine.ran_eager(_line(graph), error)
             return graph.forward
 
-    # It computes constants for real: on the card there is nobody to.
+    # Constant folding runs operators, so they must run on the engine, because there is no CUDA device.
     def folded(self: Any) -> Any:
         on_device(self.module, GPU_DEVICE)
         return fold(self)
@@ -91,7 +91,7 @@ def inductor_on(card: Card) -> Iterator[None]:
             peephole(self)
 
     def should_pad(match: Any, first: Tensor, second: Tensor, op: Any, input: Any = None) -> bool:
-        """pad_mm.should_pad, which measures whether rows of whole 16 B are faster: in 16 bit they are taken to be."""
+        """pad_mm.should_pad, which times whether rows padded to 16 B are faster. In 16 bit we assume that they are."""
         if not padding.can_pad(first, second, op, input) or first.itemsize != 2:
             return False
         sizes = padding.hint_symbols((first.shape[-2], first.shape[-1], second.shape[-1]))
@@ -114,14 +114,14 @@ def inductor_on(card: Card) -> Iterator[None]:
         put(utils, "get_device_tflops", lambda dtype: (card.gpu.peak(DTYPES.get(dtype, "")) or 0) / 1e12)
         put(utils, "get_gpu_dram_gbps", lambda: card.gpu.bandwidth / 1e9)
         put(symbol("torch.utils._triton"), "triton_hash_with_backend", lambda: "")  # it asks the driver
-        for each in (interface, interface.Worker):
-            put(each, "get_device_properties", staticmethod(lambda device=None: properties))
+        for owner in (interface, interface.Worker):
+            put(owner, "get_device_properties", staticmethod(lambda device=None: properties))
         put(interface, "current_device", staticmethod(lambda: 0))
         yield
 
 
 def forget_answers(*names: str) -> None:
-    """Clear the caches of functions in torch's modules `names`, those that are imported."""
+    """Clear the caches of the functions in torch's modules `names`, if they are imported."""
     for name in names:
         for value in vars(sys.modules.get(name, object)).values():
             if hasattr(value, "cache_clear"):
@@ -129,13 +129,13 @@ def forget_answers(*names: str) -> None:
 
 
 def _forget() -> None:
-    """Clear the caches of what is known of the card."""
+    """Clear the caches of the GPU's properties."""
     forget_answers("torch._inductor.utils", "torch.utils._triton")
     symbol("torch._inductor.runtime.hints.DeviceProperties.create").cache_clear()
 
 
 def _line(graph: GraphModule) -> str:
-    """Return the line of the script that the first operator of `graph` stands in."""
+    """Return the line of the script that contains the first operator of `graph`."""
     traces = [node.stack_trace for node in graph.graph.nodes if node.stack_trace]
     lines = [line.strip() for line in traces[0].splitlines() if line.strip().startswith("File ")] if traces else []
     return lines[-1] if lines else "a graph without operators"
@@ -145,8 +145,8 @@ def _line(graph: GraphModule) -> str:
 
 
 class _Kernel:
-    """A Triton kernel of Inductor's: it writes into buffers that it is given. Templates, as attention's, compute more
-    than their bytes say: their time is not known."""
+    """A Triton kernel of Inductor, which writes into existing buffers. For templates such as that of attention, the
+    bytes moved say too little about the time, so it is unknown."""
 
     def __init__(self, name: str, source: str, engine: Engine) -> None:
         match = None if TEMPLATE in source else MOVED.search(source)
@@ -154,7 +154,7 @@ class _Kernel:
         self.moved = round(1e9 * float(match[1])) if match else None
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Launch it."""
+        """Launch the kernel."""
         self.engine.launched(self.name, self.moved)
 
 
@@ -164,7 +164,7 @@ def _compiler(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
     def compile(graph: GraphModule, inputs: Any, **options: Any) -> Any:
         on_device(graph, CARD)
         config = symbol("torch._inductor.config")
-        # Backward's may be called in the middle of backward, where our mode over functions is on.
+        # The backward graph may be compiled during a backward pass, when our torch function mode is on.
         with config.patch(CONFIG), tracing(card), uncollected(), DisableTorchFunction(), _wrapper_on(card):
             return real(graph, inputs, **options)
 
@@ -178,21 +178,21 @@ def _wrapper_on(card: Card) -> Iterator[None]:
     modules = symbol("torch._inductor.codecache.PyCodeCache")
     load = modules.load_by_key_path
 
-    def begins() -> None:
+    def start_graph() -> None:
         engine.in_graph = True
 
-    def ends(path: Any) -> None:
+    def end_graph(path: Any) -> None:
         engine.in_graph = False
 
-    on_card = {
-        "start_graph": begins, "end_graph": ends,
+    replacements = {
+        "start_graph": start_graph, "end_graph": end_graph,
         "empty_strided_cuda": _empty_strided, "reinterpret_tensor": _reinterpreted, "assert_alignment": _nothing,
         "copy_if_misaligned": _copy_if_misaligned,
     }  # fmt: skip
 
     def loaded(*args: Any, **kwargs: Any) -> Any:
         module = load(*args, **kwargs)
-        vars(module).update(on_card)
+        vars(module).update(replacements)
         return module
 
     def triton(self: Any, name: str, source: str, *args: Any, **kwargs: Any) -> _Kernel:
@@ -220,5 +220,5 @@ def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> T
 
 
 def _copy_if_misaligned(tensor: Tensor) -> Tensor:
-    """Inductor's kernels read 16 B at once: an input that begins elsewhere is copied."""
+    """Inductor's kernels load 16 B at a time, so an input that is not aligned to 16 B is copied."""
     return tensor.clone() if tensor.storage_offset() * tensor.itemsize % ALIGNMENT else tensor

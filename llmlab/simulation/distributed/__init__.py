@@ -1,1 +1,1 @@
-"""torch.distributed on a simulated card: one rank of many, whose other ranks are not there."""
+"""torch.distributed on a simulated GPU: one rank of many, and the other ranks do not exist."""

@@ -1,4 +1,4 @@
-"""DeepSpeed on the simulated card: its own engine and ZeRO's optimizers, and stand-ins for the kernels it compiles."""
+"""DeepSpeed on the simulated GPU: its own engine, ZeRO's own optimizers, and stand-ins for its compiled kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...base.errors import NotAvailable
 from ..streams import nothing
 from ..values.placeholders import located
 
-# Modules that keep the process group, or what was made of it or under zero.Init, in their globals.
+# Modules whose globals keep the process group, or objects created from it or under zero.Init.
 KEEPING = (
     "comm.comm", "utils.groups", "runtime.activation_checkpointing.checkpointing", "runtime.zero.partition_parameters",
 )  # fmt: skip
-# By module: the builder of kernels that change the tensors they are given and allocate nothing: states are made in
-# Python, csrc/adam/multi_tensor_apply.cuh hands addresses over by value, and csrc/adam/cpu_adam.cpp is the host's.
+# By module: the builder of kernels that update tensors in place and allocate nothing. The states are created in Python,
+# csrc/adam/multi_tensor_apply.cuh passes addresses by value, and csrc/adam/cpu_adam.cpp runs on the host.
 IN_PLACE = {
     "adam.fused_adam": "FusedAdamBuilder", "adam.cpu_adam": "CPUAdamBuilder", "lion.fused_lion": "FusedLionBuilder",
     "lion.cpu_lion": "CPULionBuilder", "adagrad.cpu_adagrad": "CPUAdagradBuilder",
@@ -43,7 +43,7 @@ def _refused(what: str, instead: str) -> NotAvailable:
 
 
 def no_accelerator() -> AbstractContextManager:
-    """Let DeepSpeed take the host as it is imported, without a word and without a search for compilers."""
+    """Let DeepSpeed choose the host during its import, silently and without searching for compilers."""
     accelerator = symbol("deepspeed.accelerator.real_accelerator")
     host = symbol("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator")()
     return mock.patch.object(accelerator, "ds_accelerator", host)
@@ -51,17 +51,17 @@ def no_accelerator() -> AbstractContextManager:
 
 @contextmanager
 def deepspeed_engine() -> Iterator[None]:
-    """Let DeepSpeed find the card, and its Adam its kernels; no group stays behind."""
+    """Let DeepSpeed find the GPU, and its Adam find its kernels; at the end no process group remains."""
     check("deepspeed.engine")
     with ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
-        card = symbol("deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator")()
-        patch(symbol("deepspeed.accelerator.real_accelerator"), "ds_accelerator", card)
-        # Else it looks for compilers when the group is made.
+        accelerator = symbol("deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator")()
+        patch(symbol("deepspeed.accelerator.real_accelerator"), "ds_accelerator", accelerator)
+        # Otherwise it searches for compilers when the process group is created.
         stack.enter_context(mock.patch.dict(vars(symbol("deepspeed.ops")), __compatible_ops__={}))
         for name in KEEPING:
             stack.enter_context(mock.patch.dict(vars(symbol(f"deepspeed.{name}"))))
-        # zero.Init (ZeRO-3) leaves another function here, whose backward keeps more tensors.
+        # zero.Init (ZeRO-3) replaces this function for good by one that saves more tensors for backward.
         patch(functional, "linear", functional.linear)
         for module, builder in IN_PLACE.items():
             patch(symbol(f"deepspeed.ops.{module}"), builder, _InPlace)
@@ -82,7 +82,7 @@ def _no_engine(name: str) -> Callable[..., None]:
 
 
 def _not_compiled(*args: Any, **kwargs: Any) -> None:
-    """OpBuilder.load, which compiles."""
+    """OpBuilder.load, which would compile kernels."""
     raise _refused("a compiled operator", "give it PyTorch's in its place, as torch.optim.AdamW")
 
 

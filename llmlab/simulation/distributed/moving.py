@@ -1,4 +1,5 @@
-"""Modules that FSDP moves to the card by `.data =`, which makes no real tensor a fake one: they are fake before."""
+"""Modules that FSDP moves to the GPU with `.data =`. It cannot turn a real tensor into a fake one, so we do it
+before."""
 
 from __future__ import annotations
 
@@ -23,19 +24,20 @@ FSDP1 = "torch.distributed.fsdp."
 
 
 def _on_nccl(group: Any = None) -> torch.device:
-    """Where states are gathered: the fake group has two backends, of which torch would take the host's."""
+    """Return the device on which states are gathered: of the fake group's two backends torch would choose the
+    host's."""
     return torch.device("cuda")
 
 
 def _no_local_state(*args: Any, **kwargs: Any) -> None:
-    """What builds one index of the shards that all ranks name, and the others' names are this rank's."""
+    """Refuse an index of all ranks' shards, because the fake group returns this rank's names for all ranks."""
     raise located(NotAvailable(
         "StateDictType.LOCAL_STATE_DICT of FullyShardedDataParallel is not simulated; SHARDED_STATE_DICT holds as much"
     ))  # fmt: skip
 
 
 def _own_states(real: Callable[..., Any]) -> Callable[..., Any]:
-    """What gathers the optimizer's states of each parameter from the ranks that have a part of it."""
+    """Wrap the function that gathers a parameter's optimizer states from the ranks that hold a part of it."""
 
     def convert(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -53,7 +55,7 @@ def _own_states(real: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def moved(parameters: HostParameters) -> Iterator[None]:
-    """Let FSDP2 and FSDP1 move what `parameters` made fake, and what they did not yet."""
+    """Let FSDP2 and FSDP1 move parameters that `parameters` has made fake, and those that are still real."""
     with ExitStack() as stack:
         managed = _managed(parameters, import_module(FSDP + "_fsdp_init")._get_managed_states)
         for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
@@ -73,7 +75,7 @@ def moved(parameters: HostParameters) -> Iterator[None]:
 
 
 def _managed(parameters: HostParameters, real: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP2's _get_managed_states, which finds what is moved: here it is on the card already."""
+    """FSDP2's _get_managed_states, which lists the tensors to move: we move them to the GPU before."""
 
     def to_card(tensor: Tensor) -> Tensor:
         return tensor if tensor.is_meta else tensor.to(GPU_DEVICE)
@@ -87,7 +89,7 @@ def _managed(parameters: HostParameters, real: Callable[..., Any]) -> Callable[.
 
 
 def _init(parameters: HostParameters, real: Callable[..., None]) -> Callable[..., None]:
-    """FSDP1's constructor, for a module whose parameters and buffers are fake, on the host still."""
+    """FSDP1's constructor, for a module whose parameters and buffers are fake and still on the host."""
 
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         parameters.replace(module, buffers=True)

@@ -1,4 +1,4 @@
-"""Notes of a report on a run over several ranks: which of PyTorch's engines it is, and what is not in the figures."""
+"""Notes of a report on a run over several ranks: the engine it uses, and memory that is not counted."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NO_NCCL_NOTE = Note("nccl-unknown", "NCCL's buffers are not counted, because the
                     "`process` is unknown.")  # fmt: skip
 
 
-def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[Note, ...]:
-    """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
+def notes(spec: ModelSpec, run: Run, gpu: GPU | None) -> tuple[Note, ...]:
+    """Return the notes on a run on several ranks of `gpu`; None means the CPU, which has no NCCL."""
     if not isinstance(run, Training):
         return ()
-    if own := OWN.get(stack_of(run).name):
-        return (*own(run), *(_nccl(card) if run.world_size > 1 else ()))
+    if stack_notes := OWN.get(stack_of(run).name):
+        return (*stack_notes(run), *(_nccl(gpu) if run.world_size > 1 else ()))
     if run.world_size == 1:
         return ()
     notes: list[Note] = []
@@ -55,7 +55,7 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[Note, ...]:
     if run.tp > 1:
         sharded = "torch's parallelize_module shards linear layers, embedding, logits and loss"
         notes.append(Note("tensor-parallel", f"Rank 0 of tp={run.tp}: {sharded}."))
-    return (*notes, *_nccl(card))
+    return (*notes, *_nccl(gpu))
 
 
 def _deepspeed(run: Training) -> tuple[Note, ...]:
@@ -68,13 +68,13 @@ def _megatron(run: Training) -> tuple[Note, ...]:
     return (MEGATRON_NOTE if Megatron.of(run).apex else MEGATRON_ALONE_NOTE,)
 
 
-OWN = {"deepspeed": _deepspeed, "megatron": _megatron}  # engines
+OWN = {"deepspeed": _deepspeed, "megatron": _megatron}  # stacks with an engine of their own
 
 
-def _nccl(card: GPU | None) -> tuple[Note, ...]:
-    if card is None:
+def _nccl(gpu: GPU | None) -> tuple[Note, ...]:
+    if gpu is None:
         return ()
-    if card.nccl is None:
+    if gpu.nccl is None:
         return (NO_NCCL_NOTE,)
-    measured = f"`process` includes {show_bytes(card.nccl)} for NCCL, as measured on one {card.name}"
+    measured = f"`process` includes {show_bytes(gpu.nccl)} for NCCL, as measured on one {gpu.name}"
     return (Note("nccl", f"{measured}; it depends on NCCL's version, channels and groups."),)

@@ -1,9 +1,9 @@
-"""torch.distributed.pipelining on one rank: what its stages learn from the stages of other ranks, which are not there.
+"""torch.distributed.pipelining on one rank: the answers that its stages would get from stages on other ranks.
 
-A stage makes its buffers itself, of shapes that the stages tell each other in the first step
-(torch/distributed/pipelining/stage.py, PipelineStage). Gradients of what a stage sends have its shape, so the first
-stage needs nothing of the others. The inputs of a later one are what the script says they are (input_args), or, where
-this rank has an earlier stage too, like what that one sends; else nobody here knows them.
+A stage allocates its own buffers, with shapes that the stages exchange in the first step
+(torch/distributed/pipelining/stage.py, PipelineStage). The gradient of a sent tensor has the shape of that tensor, so
+the first stage needs no shapes from other ranks. The inputs of a later stage are those that the script declares
+(input_args), or have the shapes that an earlier stage on this rank sends; otherwise they are unknown here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ALIKE = Note(
 
 @contextmanager
 def stages_alone(notes: dict[Note, None]) -> Iterator[None]:
-    """Answer PipelineStage for the stages of other ranks until the block ends; `notes` get what is assumed."""
+    """Answer PipelineStage for the stages of other ranks until the block ends; assumptions are added to `notes`."""
     stage = symbol(f"{STAGE}.PipelineStage")
-    sent: dict[int, Any] = {}  # by stage of this rank: what it told the next one
+    sent: dict[int, Any] = {}  # by stage of this rank: the metadata sent to the next stage
 
     def send_meta(self: Any, meta: Any, dst_stage: int) -> None:
         if dst_stage > self.stage_index:
@@ -67,6 +67,6 @@ def stages_alone(notes: dict[Note, None]) -> Iterator[None]:
 
 
 def _agreed(self: Any, has_backward: bool = True, received_acc: Tensor | None = None) -> Tensor:
-    """Let the stages of other ranks vote as this rank's do, on whether to ask for shapes in the first step."""
-    own = torch.tensor(int(not symbol(f"{STAGE}.InferenceMode").needs_dynamic(self._user_meta, self.has_backward)))
-    return own if received_acc is None else own * received_acc
+    """Let the stages of other ranks vote like this rank's stages on whether to exchange shapes in the first step."""
+    vote = torch.tensor(int(not symbol(f"{STAGE}.InferenceMode").needs_dynamic(self._user_meta, self.has_backward)))
+    return vote if received_acc is None else vote * received_acc

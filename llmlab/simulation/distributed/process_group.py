@@ -1,7 +1,7 @@
-"""torch.distributed on the simulated card: this process is one rank of many, and the others are not there.
+"""torch.distributed on the simulated GPU: this process is one rank of many, and the others do not exist.
 
-The group is torch's "fake" backend, which sends nothing: what a collective returns has the shape and the memory that it
-would have, and this rank's own values. DDP, FSDP2 and DTensor run as they are.
+The group uses torch's "fake" backend, which sends nothing. The result of a collective has the right shape and memory,
+but this rank's own values. DDP, FSDP2 and DTensor run unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .torch_engines import start_group, torch_engines
 
 
 def launched(world_size: int, per_node: int = GPUS_PER_NODE) -> dict[str, str]:
-    """Return the environment that torchrun gives rank 0 of `world_size`, of which each node has `per_node`."""
+    """Return the environment that torchrun sets for rank 0 of `world_size`, with `per_node` ranks on each node."""
     check_counts(world_size=world_size)
     local = str(min(world_size, per_node))
     return {
@@ -41,7 +41,7 @@ def launched(world_size: int, per_node: int = GPUS_PER_NODE) -> dict[str, str]:
 
 
 def launch(card: Card, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
-    """Make this process rank 0 of `world_size`, as torchrun would have started it, on nodes of `per_node` cards."""
+    """Make this process rank 0 of `world_size`, as if torchrun had started it on nodes of `per_node` GPUs."""
     environment = launched(world_size, per_node)
     os.environ.update(environment)
     card.local_ranks = int(environment["LOCAL_WORLD_SIZE"])
@@ -49,14 +49,14 @@ def launch(card: Card, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
 
 @contextmanager
 def without_peers(card: Card, world_size: int | None, parameters: HostParameters) -> Iterator[None]:
-    """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say.
+    """Let code in the block create process groups, as rank 0 of `world_size`, or as the environment or arguments say.
 
-    `parameters` are the host's, which FSDP2 moves to the card.
+    `parameters` are on the host, and FSDP2 moves them to the GPU.
     """
     if dist.is_initialized():
         if world_size is not None:
             raise SpecError("a process group exists already; open the simulator before init_process_group")
-        yield  # a real one, whose collectives are its own
+        yield  # a real group, with real collectives
         return
     with ExitStack() as stack:
         if world_size is not None:
@@ -107,12 +107,12 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
         rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
         if rank >= size:
             raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
-        if not card.engine.defers:  # they stay when the group is destroyed, and another can be made
+        if not card.engine.defers:  # once only: the patches stay when the group is destroyed
             stack.enter_context(torch_engines(card.engine))
             stack.enter_context(moved(parameters))
         start_group(real, size, rank)
         card.ranks = size
-        card.memory.driver.capacity = card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed
+        card.memory.driver.capacity = card.gpu.room(size)  # NCCL's memory stays when the group is destroyed
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
 
     return init_process_group
@@ -121,21 +121,21 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
 def _new_group(real: Callable) -> Callable:
     @wraps(real)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("backend", None)  # another one would wait for the ranks that are not there
+        kwargs.pop("backend", None)  # a real backend would wait for the missing ranks
         return real(*args[:2], **kwargs)
 
     return new_group
 
 
 def _first_rank(fn: Callable[..., Any], args: tuple = (), *processes: Any, **options: Any) -> None:
-    """torch.multiprocessing.spawn: process 0 runs here, the others are not there."""
+    """torch.multiprocessing.spawn: process 0 runs here, and the others do not exist."""
     fn(0, *args)
 
 
 def _all_reduce(real: Callable) -> Callable:
-    """torch.distributed.all_reduce. Operators do not tell sums from averages: their argument is a closed box."""
+    """torch.distributed.all_reduce, where sums can be told from averages; in the operator the argument is opaque."""
 
-    running = False  # torch's own calls itself once more where a function mode is on
+    running = False  # torch's function calls itself again if a function mode is on
 
     @wraps(real)
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -153,8 +153,8 @@ def _all_reduce(real: Callable) -> Callable:
 
 
 def _one_by_one(real: Callable) -> Callable:
-    """torch.distributed._coalescing_manager: the operators of several collectives in one have no fake kernels, so each
-    runs by itself, as it is called. Sends and receives, which come with a device, are several calls already."""
+    """torch.distributed._coalescing_manager: coalesced collectives have no fake kernels, so each collective runs by
+    itself when it is called. Sends and receives, which pass a device, are separate calls anyway."""
 
     @contextmanager
     def coalescing(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
@@ -167,7 +167,7 @@ def _one_by_one(real: Callable) -> Callable:
     return coalescing
 
 
-# Python objects travel pickled, and those of other ranks would be unpickled from nothing.
+# Python objects are sent as pickles, but there are no pickles from other ranks.
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:

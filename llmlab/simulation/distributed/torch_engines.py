@@ -1,7 +1,7 @@
 """PyTorch's own distributed engines on fake tensors: one rank of many, whose process group sends nothing.
 
-FSDP, FSDP2, DDP and DTensor run as they are. What they do beside operators is followed here: storages that are resized
-(gathered parameters are freed so), and the streams they gather and reduce on, whose blocks the allocator keeps apart.
+FSDP, FSDP2, DDP and DTensor run unchanged. This module follows their effects outside operators: they resize storages to
+free gathered parameters, and gather and reduce on streams of their own, whose blocks the allocator keeps separate.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ FSDP = "torch.distributed.fsdp._fully_shard."
 FAKE_STORE = "torch.testing._internal.distributed.fake_pg.FakeStore"
 FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state", "_fully_shard")
 EMPTY = torch.ops.aten.empty.memory_format
-# By function of FSDP2: what it allocates.
+# By function of FSDP2: the part of memory that it allocates.
 FSDP_PARTS = {
     "foreach_all_gather": COMMUNICATION, "foreach_all_gather_copy_out": GATHERED, "foreach_reduce": COMMUNICATION,
 }  # fmt: skip
 
 
 def checked(spec: ModelSpec, run: Run) -> None:
-    """Raise what `check_ranks` raises, and import what compiles TorchScript: it must see torch as it is."""
+    """Raise the errors of `check_ranks`, and import modules that compile TorchScript before torch is patched."""
     check_ranks(spec, run, "simulate")
     if isinstance(run, Training) and run.zero == 1:
         import_module("torch.distributed.optim")
@@ -47,10 +47,10 @@ def checked(spec: ModelSpec, run: Run) -> None:
 
 @contextmanager
 def fake_ranks(run: Training, engine: Engine, labelled: Labelled, stage: int = 0) -> Iterator[Ranks | None]:
-    """Make this process the first rank of pipeline stage `stage` of the world of `run`, whose others are not there;
-    `labelled` is the recording's. Another stack makes meshes of its own: None.
+    """Make this process the first rank of pipeline stage `stage` of `run`, whose other ranks do not exist. `labelled`
+    is the function of the recording. Yields None for a stack that creates its own meshes.
 
-    Raises NotAvailable where a process group is running: there is one per process.
+    Raises NotAvailable if a process group exists, because a process can have only one.
     """
     if dist.is_initialized():
         raise NotAvailable("simulate needs a process group of its own; call it before init_process_group, or after "
@@ -74,19 +74,19 @@ def start_group(init_process_group: Callable[..., None], world_size: int, rank: 
 
 @contextmanager
 def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: function) -> Iterator[None]:
-    """Let DDP, FSDP2 and DTensor run on the device of `engine`; `labelled` says what DDP allocates memory for.
+    """Let DDP, FSDP2 and DTensor run on the device of `engine`; `labelled` labels the memory that DDP allocates.
 
-    Nothing of a process group stays behind.
+    Nothing of a process group remains at the end.
     """
     check("torch.distributed")
     from torch.distributed.tensor import DTensor
 
     with ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
-        patch(sys, "excepthook", sys.excepthook)  # init_process_group puts in its own
-        # It remembers meshes of groups that are gone.
+        patch(sys, "excepthook", sys.excepthook)  # init_process_group replaces it
+        # The cache contains meshes of destroyed groups.
         stack.callback(symbol("torch._C._clear_DTensor_sharding_propagator_cache"))
-        # The first random DTensor makes it, for the device of its mesh; whoever comes after draws from that device.
+        # The first random DTensor creates the tracker for the device of its mesh, and later code would use that device.
         patch(symbol("torch.distributed.tensor._random"), "_rng_tracker", None)
         stack.enter_context(_resized_storages(engine))
         stack.enter_context(_shapes_of_dtensors())
@@ -95,7 +95,7 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
         patch(symbol(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks)
         if engine.device == GPU_DEVICE:
             patch(C, "_get_accelerator", lambda: torch.device("cuda"))
-            # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
+            # FSDP2 compares the device of the mesh with the devices of tensors, which torch sees as the engine's.
             answers = {"_get_device_from_mesh": lambda mesh: GPU_DEVICE, "_get_device_handle": lambda *_: torch.cuda}
             for module in [symbol(FSDP + name) for name in FSDP_MODULES]:
                 for name in answers.keys() & vars(module).keys():
@@ -104,7 +104,7 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
 
 
 def _resized_storages(engine: Engine) -> AbstractContextManager:
-    """Follow UntypedStorage.resize_, which is no operator."""
+    """Follow UntypedStorage.resize_, which is not an operator."""
     real = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -116,7 +116,7 @@ def _resized_storages(engine: Engine) -> AbstractContextManager:
 
 
 def _shapes_of_dtensors() -> AbstractContextManager:
-    """Let DTensor find the shapes of whole tensors where no engine sees it: nothing is allocated for that."""
+    """Hide from the engine how DTensor computes the shapes of whole tensors, because that allocates nothing."""
     propagator = symbol("torch.distributed.tensor._sharding_prop.ShardingPropagator")
     name = "_propagate_tensor_meta_non_cached"
     real, empty_strided = getattr(propagator, name), torch.empty_strided
@@ -125,7 +125,7 @@ def _shapes_of_dtensors() -> AbstractContextManager:
         return empty_strided(*args, device=HOST if device == "cuda" else device, **kwargs)
 
     def unseen(self: Any, schema: Any) -> Any:
-        # For operators that draw numbers it makes fake arguments on the mesh's device, which this torch may not have.
+        # For random operators it creates fake arguments on the mesh's device, which this build of torch may lack.
         with disable_current_modes(), mock.patch.object(torch, "empty_strided", on_host):
             return real(self, schema)
 
@@ -133,7 +133,7 @@ def _shapes_of_dtensors() -> AbstractContextManager:
 
 
 class _Chunks:
-    """torch.chunk with empty chunks for the ranks that get nothing, each made when it is asked for: 512 take long."""
+    """torch.chunk with empty chunks for ranks that get nothing. Chunks are created on demand, because 512 take long."""
 
     def __init__(self, tensor: Tensor, chunks: int, dim: int) -> None:
         self.tensor, self.chunks, self.dim = tensor, chunks, dim
@@ -146,13 +146,13 @@ class _Chunks:
 
 
 class _RealIndices(TorchDispatchMode):
-    """Lets the reducer write the buckets' indices, which all ranks must agree on, into a real tensor."""
+    """Lets the reducer write the indices of the buckets, on which all ranks must agree, into a real tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         real = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        real = real and kwargs.get("device") != GPU_DEVICE  # an input that DDP moves there
+        real = real and kwargs.get("device") != GPU_DEVICE  # unless DDP moves an input to the GPU
         if real or (func is EMPTY and kwargs.get("dtype") == torch.int32):
             with disable_current_modes():
                 return func(*args, **kwargs)
@@ -161,15 +161,16 @@ class _RealIndices(TorchDispatchMode):
 
 @contextmanager
 def _reducer(engine: Engine, labelled: Labelled) -> Iterator[None]:
-    """Let DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) run: its buckets, and copies into and out of them.
+    """Let DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) run, with its buckets and the copies to and from
+    them.
 
-    A group that sends nothing has no result for its all-reduces, so a hook says that each is done at once.
+    A group that sends nothing has no results for its all-reduces, so a hook completes each one immediately.
     """
     from torch.nn.parallel import distributed
 
     cls = distributed.DistributedDataParallel
     make = labelled(cls.__init__, COMMUNICATION)
-    rebuild = labelled(cls._pre_forward, COMMUNICATION)  # buckets, in the order gradients came
+    rebuild = labelled(cls._pre_forward, COMMUNICATION)  # buckets, in the order in which gradients arrived
 
     def done(state, bucket):  # without annotations, which DDP compares
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -177,7 +178,7 @@ def _reducer(engine: Engine, labelled: Labelled) -> Iterator[None]:
         return future
 
     def init(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any):
-        make(self, module, None, None, *args, **kw)  # the devices name the card, and to DDP its tensors are the CPU's
+        make(self, module, None, None, *args, **kw)  # the ids name the GPU, but DDP sees CPU tensors
         if device_ids and engine.device == GPU_DEVICE:  # forward moves its inputs there
             self.device_type, self.device_ids = "cuda", [0]
         self.register_comm_hook(None, done)
@@ -186,9 +187,9 @@ def _reducer(engine: Engine, labelled: Labelled) -> Iterator[None]:
         with _RealIndices():
             return rebuild(*args, **kwargs)
 
-    # It compares shapes between ranks, by their values.
+    # The check compares shapes between ranks, and so reads values.
     unverified = mock.patch.object(distributed, "_verify_param_shape_across_processes", nothing)
-    handle = nothing  # SyncBatchNorm is refused on a CPU, which the card is to DDP
+    handle = nothing  # DDP sees a CPU, on which it refuses SyncBatchNorm
     with (
         unverified,
         mock.patch.multiple(cls, __init__=init, _pre_forward=pre_forward, _passing_sync_batchnorm_handle=handle),

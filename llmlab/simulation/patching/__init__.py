@@ -1,1 +1,1 @@
-"""Monkeypatches: what torch, transformers and bitsandbytes get instead of their own under a simulated card."""
+"""Monkeypatches of torch, transformers and bitsandbytes that a simulated GPU needs."""

@@ -1,8 +1,8 @@
-"""Monkeypatch of torch.autocast: CUDA's policies in place of the CPU's, for fake tensors that torch takes for a CPU's.
+"""Monkeypatch of torch.autocast: it applies CUDA's policies to fake tensors that torch believes to be on the CPU.
 
-Every build of torch has the autocast kernels of both devices (aten/src/ATen/autocast_mode.cpp), a CPU wheel too. What
-CUDA's do with an operator's arguments is seen by running them on tensors that are nothing but a dtype and a device.
-Where the CPU's do the same, as for matrix products, they stay; where CUDA has none, the CPU's is taken away.
+Every build of torch contains the autocast kernels of both devices (aten/src/ATen/autocast_mode.cpp), even a CPU wheel.
+We learn CUDA's policies by running its kernels on tensors that consist of a dtype and a device only. A CPU kernel with
+the same policy stays, as for matmuls; a CPU kernel without a counterpart on CUDA is removed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ KEYS = DispatchKey
 aten = torch.ops.aten
 
 HALF, FP32, BY_DTYPE, WIDEST, REFUSED = "half", "fp32", "fp32 by the dtype argument", "widest", "refused"
-# What CUDA does with tensors of another dtype than its own and fp32 (autocast_mode.h, prioritize).
+# The error of CUDA for a dtype other than fp32 and that of autocast (autocast_mode.h, prioritize).
 NO_WIDEST = "Unexpected floating ScalarType in at::autocast::prioritize"
-# With this operand `linear`, as patches.py has it, gives back its input: autocast's cast of it, which autocast keeps.
+# With this weight, the `linear` of patches.py returns its input: autocast has cast it by then, and caches the cast.
 CAST_ONLY = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Policy(NamedTuple):
-    """What autocast does with an operator's tensors (autocast_mode.h, CastPolicy), and the operator it then calls."""
+    """How autocast casts an operator's tensors (autocast_mode.h, CastPolicy), and the operator it calls afterwards."""
 
     kind: str
     then: Any
@@ -48,7 +48,7 @@ class Policy(NamedTuple):
 
 @cache
 def policies(device: str) -> dict[str, Policy]:
-    """Return the policies of "cuda" or "cpu", by the name of the operator, as in "aten::softmax.int"."""
+    """Return the policies of "cuda" or "cpu", by operator name, such as "aten::softmax.int"."""
     key = {"cuda": KEYS.AutocastCUDA, "cpu": KEYS.AutocastCPU}[device]
     names = dispatch_get_registrations_for_dispatch_key(key.name)
     make = lambda dtype: _Empty(dtype, device)  # noqa: E731
@@ -59,16 +59,16 @@ def policies(device: str) -> dict[str, Policy]:
 def _policy(op: Any, key: Any, make: Callable[[torch.dtype], Tensor], device: str) -> Policy:
     half, wide = torch.get_autocast_dtype(device), torch.float32
     try:
-        then, dtypes, asked = handed_on(op, key, make, [wide])
+        target, dtypes, requested = handed_on(op, key, make, [wide])
     except RuntimeError:
         return Policy(REFUSED, op)
-    if asked == wide:
-        return Policy(BY_DTYPE, then)
+    if requested == wide:
+        return Policy(BY_DTYPE, target)
     if half in dtypes:
-        return Policy(HALF, then)
+        return Policy(HALF, target)
     if wide in handed_on(op, key, make, [half])[1]:
-        return Policy(FP32, then)
-    return Policy(WIDEST, then)
+        return Policy(FP32, target)
+    return Policy(WIDEST, target)
 
 
 class Reached(Exception):
@@ -76,15 +76,15 @@ class Reached(Exception):
 
 
 def handed_on(op: Any, key: Any, make: Callable[[torch.dtype], Tensor], dtypes: list[torch.dtype]) -> tuple:
-    """Return what the kernel of `op` under `key` calls, given tensors of `dtypes`, the last of which repeats.
+    """Return the operator that the kernel of `op` under `key` calls, the dtypes of its tensors, and its dtype argument.
 
-    The operator, the dtypes of its tensors, its dtype argument: `make`'s tensors raise Reached with them.
+    The kernel receives tensors of `dtypes`, the last of which repeats. The tensors come from `make`, and raise Reached.
     """
     tensors = (make(dtype) for dtype in chain(dtypes, repeat(dtypes[-1])))
-    needed = [argument for argument in op._schema.arguments if not argument.has_default_value()]
+    required = [argument for argument in op._schema.arguments if not argument.has_default_value()]
     try:
-        with AutoDispatchBelowAutograd():  # composite operators come in one piece
-            op._op_dk(key, *(_example(str(argument.type), tensors) for argument in needed))
+        with AutoDispatchBelowAutograd():  # a composite operator is not decomposed
+            op._op_dk(key, *(_example(str(argument.type), tensors) for argument in required))
     except Reached as reached:
         return reached.args
     raise RuntimeError(f"autocast's kernel of {op} called no operator")
@@ -100,14 +100,14 @@ def _example(kind: str, tensors: Iterator[Tensor]) -> Any:
 
 
 class _Empty(Tensor):
-    """A tensor for which the first operator that is no cast raises Reached."""
+    """A tensor that raises Reached at the first operator other than a cast."""
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, device: Any) -> Any:
         return Tensor._make_wrapper_subclass(cls, (1,), dtype=dtype, device=device)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch types it as the function that refuses
+    def __torch_dispatch__(  # type: ignore[override] # torch annotates the base as a function that raises
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is aten.to.dtype:
@@ -116,10 +116,10 @@ class _Empty(Tensor):
 
 
 def reached(func: Any, args: tuple, kwargs: dict[str, Any]) -> Reached:
-    """Return the exception that says of an operator what `handed_on` returns."""
-    given = [*args, *kwargs.values()]
-    dtypes = [leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-    return Reached(func, dtypes, next((arg for arg in given if isinstance(arg, torch.dtype)), None))
+    """Return the exception that carries the result of `handed_on` for this operator call."""
+    values = [*args, *kwargs.values()]
+    dtypes = [leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return Reached(func, dtypes, next((arg for arg in values if isinstance(arg, torch.dtype)), None))
 
 
 def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor], bool]) -> None:
@@ -128,14 +128,14 @@ def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor
     kernels = {name: _kernel(operator(name), cuda[name], on_card) for name in cuda if cpu.get(name) != cuda[name]}
     kernels |= dict.fromkeys(cpu.keys() - cuda.keys(), torch.library.fallthrough_kernel)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that kernels are overridden
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # about overridden kernels
         for name, kernel in kernels.items():
             library.impl(name.removeprefix("aten::"), kernel, "AutocastCPU")
 
 
 def _kernel(op: Any, policy: Policy, on_card: Callable[[Tensor], bool]) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
-    # The dispatcher leaves out arguments that have their default, which the operator called instead may not have.
+    # The dispatcher omits arguments that equal their default, but the operator called instead may lack that default.
     defaults = {
         argument.name: argument.default_value for argument in op._schema.arguments if argument.has_default_value()
     }
@@ -151,11 +151,11 @@ def _kernel(op: Any, policy: Policy, on_card: Callable[[Tensor], bool]) -> Calla
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if policy.kind == BY_DTYPE:
-            given = defaults | dict(zip(names, args, strict=False)) | kwargs
+            arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
             with no_autocast():
-                if given.get("dtype") is not None or not casts(given["self"]):
+                if arguments.get("dtype") is not None or not casts(arguments["self"]):
                     return op(*args, **kwargs)
-                return policy.then(**{**given, "dtype": torch.float32})
+                return policy.then(**{**arguments, "dtype": torch.float32})
         cast = half if policy.kind == HALF else wide
         dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and casts(leaf)}
         if policy.kind == REFUSED and dtypes:
@@ -171,14 +171,14 @@ def _kernel(op: Any, policy: Policy, on_card: Callable[[Tensor], bool]) -> Calla
 
 
 def operator(name: str) -> Any:
-    """Return the operator that a name such as "aten::softmax.int" means; without a dot it is the default overload."""
+    """Return the operator of a name such as "aten::softmax.int"; a name without a dot means the default overload."""
     packet, _, overload = name.removeprefix("aten::").partition(".")
     return getattr(getattr(aten, packet), overload or "default")
 
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Run what is inside below autocast, as its own kernels do."""
+    """Run the block below autocast, as the kernels of autocast do."""
     keys = DispatchKeySet(DispatchKey.AutocastCPU)
     with ExcludeDispatchKeyGuard(keys):
         yield

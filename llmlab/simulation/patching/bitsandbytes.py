@@ -17,8 +17,8 @@ from ...base.compat import FakeTensor, check, parse_to
 
 @contextmanager
 def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
-    """Let bitsandbytes' 4-bit and 8-bit parameters be fake tensors; `on_card`: its linears do not ask for this CPU's
-    kernels."""
+    """Let the 4-bit and 8-bit parameters of bitsandbytes be fake tensors; with `on_card`, its linear layers do not use
+    the kernels of this CPU."""
     if find_spec("bitsandbytes") is None:
         yield
         return
@@ -36,7 +36,7 @@ def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
         for owner, (is_quantized, place) in kinds.items():
             patch(owner, "__new__", _fake_parameters(owner, is_quantized, place))
         patch(bitsandbytes.functional, "optimizer_update_32bit", update)
-        # The map of 8-bit values, which is made once per process and kept on its card.
+        # The table of 8-bit values, which bitsandbytes creates once per process and keeps on the GPU.
         stack.enter_context(mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True))
         if on_card:
             patch(modules, "has_avx512bf16", lambda: False)
@@ -47,9 +47,10 @@ def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
 def _fake_parameters(
     owner: Any, is_quantized: Callable[[Any], bool], place: Callable[[Any], torch.device]
 ) -> Callable[..., Tensor]:
-    """Return the __new__ of `owner`, Params4bit or Int8Params, for fake tensors too.
+    """Return a __new__ of `owner`, Params4bit or Int8Params, that accepts fake tensors too.
 
-    A Parameter cannot wrap one, so a fake tensor takes its place. `place` is where quantizing put its scales or values.
+    A Parameter cannot wrap a fake tensor, so a subclass of FakeTensor replaces the parameter. `place` returns the
+    device of the quantized scales or values.
     """
     real_new, quantize, parameters = owner.__new__, owner._quantize, signature(owner.__new__)
 
@@ -58,46 +59,46 @@ def _fake_parameters(
         if device is None or device.type == "meta" or is_quantized(self):
             return FakeTensor.to(self, *args, **kwargs)
         quantized = quantize(self, device)
-        quantized.fake_device = place(quantized)  # `.data =` leaves it; transformers quantizes from the host
+        quantized.fake_device = place(quantized)  # `.data =` does not set it; transformers quantizes from the host
         return quantized
 
-    def again(cls: type, data: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # `type(parameter)(data, **vars(parameter))`, as accelerate makes one on "meta".
+    def recreate(cls: type, data: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # accelerate calls `type(parameter)(data, **vars(parameter))` to create a parameter on "meta".
         return new(owner, data, *args, **{name: kwargs[name] for name in parameters.parameters if name in kwargs})
 
-    kind = type(owner.__name__, (FakeTensor,), {"to": to, "__new__": again})
+    kind = type(owner.__name__, (FakeTensor,), {"to": to, "__new__": recreate})
 
     def new(cls: type, data: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(data, FakeTensor):
             return real_new(cls, data, *args, **kwargs)
-        given = parameters.bind(cls, data, *args, **kwargs)
-        given.apply_defaults()
+        bound = parameters.bind(cls, data, *args, **kwargs)
+        bound.apply_defaults()
         _, _, requires_grad, *names = parameters.parameters
-        made: Any = data.detach()
-        made.__class__ = kind
-        made._is_param = True
-        made.requires_grad = given.arguments[requires_grad]
-        for name in names[:-1]:  # the last are other versions' arguments
-            setattr(made, name, given.arguments[name])
-        if getattr(made, "blocksize", 64) is None:  # Params4bit.__new__
-            made.blocksize = 64
-        return made
+        parameter: Any = data.detach()
+        parameter.__class__ = kind
+        parameter._is_param = True
+        parameter.requires_grad = bound.arguments[requires_grad]
+        for name in names[:-1]:  # the last is **kwargs, for arguments of other versions
+            setattr(parameter, name, bound.arguments[name])
+        if getattr(parameter, "blocksize", 64) is None:  # Params4bit.__new__
+            parameter.blocksize = 64
+        return parameter
 
     return new
 
 
 def _with_unread_norm(update: Callable[..., None]) -> Callable[..., None]:
-    """bitsandbytes/functional.py, optimizer_update_32bit: LARS and LAMB give their kernel the parameter's norm, which
-    the call reads. No memory depends on what it is."""
+    """bitsandbytes/functional.py, optimizer_update_32bit: for LARS and LAMB the call reads the norm of the parameter
+    and passes it to the kernel. The memory does not depend on its value."""
     parameters = signature(update)
 
     def updated(*args: Any, **kwargs: Any) -> None:
-        given = parameters.bind(*args, **kwargs)
-        if not given.arguments.get("max_unorm") or not isinstance(p := given.arguments["p"], FakeTensor):
+        bound = parameters.bind(*args, **kwargs)
+        if not bound.arguments.get("max_unorm") or not isinstance(p := bound.arguments["p"], FakeTensor):
             return update(*args, **kwargs)
-        norm = torch.norm(p.data.float())  # it is there while the kernel runs
-        given.arguments["max_unorm"] = 0.0
-        update(*given.args, **given.kwargs)
+        norm = torch.norm(p.data.float())  # it stays allocated while the kernel runs
+        bound.arguments["max_unorm"] = 0.0
+        update(*bound.args, **bound.kwargs)
         del norm
 
     return updated
@@ -106,7 +107,7 @@ def _with_unread_norm(update: Callable[..., None]) -> Callable[..., None]:
 def _matmul(
     A: Tensor, B: Tensor, out: Tensor | None = None, state: Any = None, threshold: float = 0.0, bias: Any = None
 ) -> Tensor:
-    """bitsandbytes/autograd/_functions.py, matmul, which on a CPU takes another function for training."""
+    """bitsandbytes/autograd/_functions.py, matmul, which calls a different function when it trains on a CPU."""
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     if threshold > 0:

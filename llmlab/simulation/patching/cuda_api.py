@@ -1,7 +1,7 @@
-"""Monkeypatches of torch.cuda, torch.accelerator and DataLoader: they answer as on a machine with the simulated card.
+"""Monkeypatches of torch.cuda, torch.accelerator and DataLoader, which answer as on a machine with the simulated GPU.
 
-Only what reaches for the driver is replaced: torch's own functions on top of it (memory_allocated, memory_summary,
-GradScaler, ...) run as they are.
+Only the functions that call the driver are replaced. Torch's own functions on top of them (memory_allocated,
+memory_summary, GradScaler, ...) run unchanged.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .tensor_types import LEGACY_TYPES
 CUDA_VERSION = "13.0"  # of the wheels of torch 2.13
 NCCL_VERSION = (2, 29, 3)  # likewise: .ci/docker/ci_commit_pins/nccl.txt
 CUDNN_VERSION = 92000  # likewise: nvidia-cudnn-cu13 9.20.0
-# By compute capability: KiB of shared memory of a multiprocessor and, at most, of a block; threads of a multiprocessor.
+# By compute capability: KiB of shared memory per multiprocessor and, at most, per block; threads per multiprocessor.
 # CUDA C++ Programming Guide, technical specifications per compute capability.
 LIMITS = {
     (7, 0): (96, 96, 2048), (7, 5): (64, 64, 1024), (8, 0): (164, 163, 2048), (8, 6): (100, 99, 1536),
     (8, 9): (100, 99, 1536), (9, 0): (228, 227, 2048), (10, 0): (228, 227, 2048), (12, 0): (100, 99, 1536),
 }  # fmt: skip
-UNTOLD = (  # properties that torch gives and no table here has
+UNKNOWN_PROPERTIES = (  # properties that torch reports and our tables lack
     "L2_cache_size", "clock_rate", "memory_bus_width", "memory_clock_rate", "pci_bus_id", "pci_device_id",
     "pci_domain_id",
 )  # fmt: skip
@@ -58,7 +58,8 @@ NEED_DRIVER = (
 
 @contextmanager
 def cuda_api(card: Card) -> Iterator[None]:
-    """Replace what asks for a GPU by what answers for `card`; another thread than this one gets SpecError."""
+    """Replace the functions that ask for a GPU by functions that answer for `card`; in any other thread they raise
+    SpecError."""
     owner = threading.get_ident()
 
     def guarded(name: str, function: Callable) -> Callable:
@@ -82,8 +83,8 @@ def cuda_api(card: Card) -> Iterator[None]:
         memory = _memory(card)
         compiled = {"_compile_kernel": lambda source, name, *args, **kwargs: CountedKernel(name, card.engine.launches)}
         put(torch.cuda, {**_device(card), **memory, **_random(), **_streams(card), **LEGACY_TYPES, **compiled})
-        put(torch.cuda.memory, {**{name: each for name, each in memory.items() if hasattr(torch.cuda.memory, name)},
-                                **_history(card), "is_initialized": lambda: True, "_lazy_init": nothing})  # fmt: skip
+        on_module = {name: function for name, function in memory.items() if hasattr(torch.cuda.memory, name)}
+        put(torch.cuda.memory, {**on_module, **_history(card), "is_initialized": lambda: True, "_lazy_init": nothing})
         put(torch.cuda.nvtx, {**dict.fromkeys(("range_push", "range_start"), lambda message: 0), "range_end": nothing,
                               "range_pop": lambda: 0, "mark": nothing})  # fmt: skip
         put(torch.cuda.random, {**_random(), "current_device": lambda: 0})
@@ -101,7 +102,7 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
-        workers = dataloader._MultiProcessingDataLoaderIter  # which a library's own loader may make
+        workers = dataloader._MultiProcessingDataLoaderIter  # a library's own loader may create it
         stack.enter_context(mock.patch.object(workers, "__init__", _not_pinned(workers.__init__)))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream(card)))
@@ -110,31 +111,31 @@ def cuda_api(card: Card) -> Iterator[None]:
         yield
 
 
-def check_index(device: Any, cards: int = 1) -> int:
-    """Return 0, the index of the card; raises torch's error for another than those of `cards`."""
+def check_index(device: Any, gpus: int = 1) -> int:
+    """Return 0, the index of the GPU; raise torch's error for an index that is not below `gpus`."""
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device):
         if device.type != "cuda":
             raise ValueError(f"Expected a cuda device, but got: {device}")
         device = device.index
-    if device is not None and device not in range(cards):
+    if device is not None and device not in range(gpus):
         raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one GPU, cuda:0")
     return 0
 
 
 def device_name(gpu: GPU) -> str:
-    """Return what the driver calls the card, where the table knows, else its name."""
+    """Return the name of the GPU in the driver where the table lists it, else the name in the table."""
     return next((alias for alias in gpu.aliases if alias.startswith(("NVIDIA ", "Tesla "))), gpu.name)
 
 
 class _CudaDeviceProperties(SimpleNamespace):
-    """What torch.cuda.get_device_properties gives, printed by the name of torch's own class."""
+    """The result of torch.cuda.get_device_properties; the class is named as in torch, because the name is printed."""
 
 
 def _properties(gpu: GPU) -> _CudaDeviceProperties:
     major, minor = capability_of(gpu)
-    shared, of_a_block, threads = LIMITS[max(limit for limit in LIMITS if limit <= (major, minor))]
+    per_multiprocessor, per_block, threads = LIMITS[max(limit for limit in LIMITS if limit <= (major, minor))]
     return _CudaDeviceProperties(
         name=device_name(gpu),
         major=major,
@@ -147,10 +148,10 @@ def _properties(gpu: GPU) -> _CudaDeviceProperties:
         max_threads_per_multi_processor=threads,
         regs_per_multiprocessor=65536,
         shared_memory_per_block=48 * 1024,
-        shared_memory_per_block_optin=of_a_block * 1024,
-        shared_memory_per_multiprocessor=shared * 1024,
+        shared_memory_per_block_optin=per_block * 1024,
+        shared_memory_per_multiprocessor=per_multiprocessor * 1024,
         uuid=str(UUID(int=0)),
-        **dict.fromkeys(UNTOLD, Whole(0)),
+        **dict.fromkeys(UNKNOWN_PROPERTIES, Whole(0)),
     )
 
 
@@ -165,7 +166,7 @@ def _device(card: Card) -> dict[str, Any]:
         return properties
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
-        return including_emulation or capability_of(gpu) >= BF16_CAPABILITY  # torch: every card emulates it
+        return including_emulation or capability_of(gpu) >= BF16_CAPABILITY  # torch: any GPU can emulate bf16
 
     return {
         "is_available": lambda: not card.hidden,
@@ -197,7 +198,7 @@ def _device(card: Card) -> dict[str, Any]:
 
 
 def _blas(backend: Any = None) -> None:
-    """torch.backends.cuda.preferred_blas_library; the workspaces are those of cuBLAS, torch's default."""
+    """torch.backends.cuda.preferred_blas_library; we simulate the workspaces of cuBLAS, the default of torch."""
     if backend is not None and str(backend).lower().rpartition(".")[2] not in ("default", "cublas"):
         raise located(NotAvailable(
             f"torch.backends.cuda.preferred_blas_library({backend!r}): matmuls are simulated with cuBLAS, torch's "
@@ -206,7 +207,7 @@ def _blas(backend: Any = None) -> None:
 
 
 def _is_capturing() -> bool:
-    # SyncBatchNorm leaves ranks without a batch out by their counts, which a graph cannot read, and we neither.
+    # SyncBatchNorm reads the counts to leave out ranks without a batch. A CUDA graph cannot read them, nor can we.
     return sys._getframe(2).f_globals.get("__name__") == "torch.nn.modules._functions"
 
 
@@ -248,7 +249,7 @@ def _streams(card: Card) -> dict[str, Any]:
 def _memory(card: Card) -> dict[str, Any]:
     memory = card.memory
 
-    def on_card(function: Callable[[], Any]) -> Callable:
+    def checked(function: Callable[[], Any]) -> Callable:
         def call(device: Any = None) -> Any:
             check_index(device)
             return function()
@@ -263,15 +264,15 @@ def _memory(card: Card) -> dict[str, Any]:
         fractions.append(fraction)
 
     return {
-        "memory_stats": on_card(memory.stats),
-        "memory_stats_as_nested_dict": on_card(lambda: _nested(memory.stats())),
-        "reset_peak_memory_stats": on_card(card.reset_peak),
-        "reset_max_memory_allocated": on_card(card.reset_peak),
-        "reset_max_memory_cached": on_card(card.reset_peak),
-        "reset_accumulated_memory_stats": on_card(memory.statistics.reset_accumulated),
-        "mem_get_info": on_card(lambda: (card.free, card.gpu.memory)),
+        "memory_stats": checked(memory.stats),
+        "memory_stats_as_nested_dict": checked(lambda: _nested(memory.stats())),
+        "reset_peak_memory_stats": checked(card.reset_peak),
+        "reset_max_memory_allocated": checked(card.reset_peak),
+        "reset_max_memory_cached": checked(card.reset_peak),
+        "reset_accumulated_memory_stats": checked(memory.statistics.reset_accumulated),
+        "mem_get_info": checked(lambda: (card.free, card.gpu.memory)),
         "set_per_process_memory_fraction": set_fraction,
-        "get_per_process_memory_fraction": on_card(lambda: fractions[-1]),
+        "get_per_process_memory_fraction": checked(lambda: fractions[-1]),
         "host_memory_stats": lambda: {},
         "reset_peak_host_memory_stats": nothing,
         "reset_accumulated_host_memory_stats": nothing,
@@ -282,32 +283,32 @@ def _memory(card: Card) -> dict[str, Any]:
 
 
 def _nested(stats: dict[str, int]) -> dict[str, Any]:
-    """torch.cuda.memory_stats_as_nested_dict, from the flat form."""
+    """torch.cuda.memory_stats_as_nested_dict, from the flat dictionary."""
     nested: dict[str, Any] = {}
     for name, value in stats.items():
         *path, last = name.split(".")
         place = nested
-        for each in path:
-            place = place.setdefault(each, {})
+        for key in path:
+            place = place.setdefault(key, {})
         place[last] = value
     return nested
 
 
 def _history(card: Card) -> dict[str, Any]:
     def set_allocator_settings(text: str) -> None:
-        card.memory.late_config = None  # or the environment's would take their place
+        card.memory.late_config = None  # else the settings of the environment would replace these
         card.memory.configure(AllocatorConfig.parse(text))
 
     return {
         "_set_allocator_settings": set_allocator_settings,
-        "_record_memory_history": nothing,  # it is always on
+        "_record_memory_history": nothing,  # the history is always recorded
         "_snapshot": lambda *args, **kwargs: card.snapshot(),
         "_dump_snapshot": lambda filename="dump_snapshot.pickle", **kwargs: write_snapshot(filename, card.snapshot()),
     }
 
 
 def _random() -> dict[str, Any]:
-    """Return the functions of the card's generator: nothing is drawn from it, so its state never changes."""
+    """Return the functions of the GPU's generator, whose state never changes because no number is drawn."""
     state = torch.zeros(16, dtype=torch.uint8)
     return {
         **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), nothing),
@@ -327,15 +328,15 @@ _HostGenerator = torch.Generator
 
 
 class _Generator(_HostGenerator):
-    """A generator on the host."""
+    """A random number generator on the host."""
 
     def set_state(self, state: Tensor) -> Any:
-        """Leave the state as it is for one that went over the card: ranks agree on one so, and this is its own."""
+        """Ignore a state that was sent through the GPU: ranks share a state that way, and this rank's is its own."""
         return self if isinstance(state, FakeTensor) else super().set_state(state)
 
 
 class Generator(_HostGenerator, metaclass=_GeneratorType):
-    """torch.Generator, also of the card."""
+    """torch.Generator for the host or the GPU."""
 
     place: torch.device
 
@@ -355,7 +356,7 @@ class Generator(_HostGenerator, metaclass=_GeneratorType):
 
 
 def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
-    """Return the functions of torch.accelerator; those of its memory are torch.cuda's."""
+    """Return the functions of torch.accelerator; its memory functions are those of torch.cuda."""
     shared = ("empty_cache", "memory_stats", "reset_peak_memory_stats", "reset_accumulated_memory_stats")
     own = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return {
@@ -376,17 +377,17 @@ def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
 
 def _record_stream(card: Card) -> Callable[..., None]:
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        """Tensor.record_stream: what a stream was asked to do is done at once, so a block is free when it is freed."""
-        own = card.memory.stream_of(card.engine.address(tensor) or 0)
-        card.engine.lends |= own not in (None, stream.stream_id)
+        """Tensor.record_stream: simulated streams finish immediately, so a freed block can be reused immediately."""
+        owner = card.memory.stream_of(card.engine.address(tensor) or 0)
+        card.engine.lends |= owner not in (None, stream.stream_id)
 
     return record_stream
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Let autocast for "cuda" be autocast for the simulated card, whose tensors are CPU tensors to torch."""
-    # patching/patches.py puts CUDA's lists of operators behind the CPU's key.
+    """Let autocast for "cuda" apply to the simulated GPU, whose tensors look like CPU tensors to torch."""
+    # patching/patches.py registers CUDA's policies under the CPU's dispatch key.
     real_init = autocast_mode.autocast.__init__
 
     @wraps(real_init)
@@ -425,7 +426,7 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
-    """DataParallel.forward on one card: it moves the inputs there. Raises NotAvailable for several."""
+    """DataParallel.forward on one GPU, which moves the inputs there. Raises NotAvailable for several GPUs."""
     if len(self.device_ids) > 1:
         raise located(NotAvailable(
             f"nn.DataParallel on {len(self.device_ids)} GPUs in one process is not simulated; give it device_ids=[0], "
@@ -436,12 +437,12 @@ def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _one_process(self: DataLoader) -> Any:
-    """DataLoader._get_iterator in this thread: workers and the thread that pins would not see the card."""
+    """DataLoader._get_iterator in this thread: worker processes and the pinning thread would not see the GPU."""
     return dataloader._SingleProcessDataLoaderIter(_with(self, num_workers=0, timeout=0, **NOT_PINNED))
 
 
 def _not_pinned(init: Callable) -> Callable:
-    """_MultiProcessingDataLoaderIter.__init__ without the thread that pins, which would not see the card."""
+    """_MultiProcessingDataLoaderIter.__init__ without the pinning thread, which would not see the GPU."""
 
     @wraps(init)
     def call(self: Any, loader: DataLoader) -> None:
@@ -451,14 +452,14 @@ def _not_pinned(init: Callable) -> Callable:
 
 
 def _with(loader: DataLoader, **options: Any) -> DataLoader:
-    """Return the loader with other options, which it does not let anybody set."""
+    """Return a copy of the loader with other options, although DataLoader forbids setting them."""
     loader = copy.copy(loader)
     vars(loader).update(options)
     return loader
 
 
 def _save_unpinned(init: Callable) -> Callable:
-    """save_on_cpu.__init__ by Tensor.cpu(), which takes the same of the card: a pinned copy would need values."""
+    """save_on_cpu.__init__ without pinning, which would need values; Tensor.cpu() uses the same GPU memory."""
 
     @wraps(init)
     def call(self: Any, pin_memory: bool = False, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A torch function mode that maps the device "cuda" to the simulated card, and refuses to read unknown values."""
+"""A torch function mode that maps the device "cuda" to the simulated GPU, and refuses to read unknown values."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ from .tensor_types import legacy_type
 
 CARD = torch.device("cuda", 0)
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
-# Functions to which a whole number is an operand, not a size.
+# Functions for which a whole number is an operand, not a size.
 TAKE_NUMBERS = frozenset((
     "add", "and", "clamp", "div", "eq", "fill", "floor_divide", "floordiv", "full", "full_like", "ge", "get", "gt",
     "iadd", "idiv", "imul", "isub", "itruediv", "le", "lt", "manual_seed", "masked_fill", "mod", "mul", "ne", "or",
     "pow", "radd", "rdiv", "remainder", "rfloordiv", "rmul", "rpow", "rsub", "rtruediv", "sub", "truediv", "where",
 ))  # fmt: skip
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)  # dtypes of single numbers that index
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)  # dtypes of scalars that can index
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
-# torch's own code that asks for the type of a device and means CUDA.
+# Modules of torch that read a tensor's device type and expect CUDA.
 SEES_CARD = (
     "torch.amp.autocast_mode", "torch.nn.attention.flex_attention", "torch.nn.modules.batchnorm",
     "torch.nn.parallel.data_parallel",
-    # The first FSDP compares devices of tensors with those it was told.
+    # FSDP1 compares the devices of tensors with the device it was given.
     *(
         f"torch.distributed.fsdp.{name}"
         for name in (
@@ -72,18 +72,18 @@ SEES_CARD = (
 
 
 class Redirect(TorchFunctionMode):
-    """Sends what is meant for "cuda" to the engine's device, and shows the engine's tensors as on "cuda:0"."""
+    """Maps "cuda" to the engine's device, and reports the engine's tensors as being on "cuda:0"."""
 
     def __init__(self, engine: Engine, host: RealHost) -> None:
         super().__init__()
         self.engine, self.host, self.assume = engine, host, host.assume
-        of: Any = Tensor  # whose properties are asked for by their getters and setters
+        tensor_type: Any = Tensor  # a function mode sees properties as their getters and setters
         self.special: dict[Any, Callable[..., Any]] = {
             Tensor.cuda: self._cuda,
             Tensor.pin_memory: _pin_memory,
             Tensor.is_pinned: lambda tensor, *device: getattr(tensor, "simulated_pin", False),
-            of.is_cuda.__get__: lambda tensor: on_card(tensor),
-            of.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
+            tensor_type.is_cuda.__get__: lambda tensor: on_card(tensor),
+            tensor_type.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
             Tensor.get_device: lambda tensor: 0 if on_card(tensor) else -1,
             Tensor.new_tensor: _new_tensor,
             Tensor.type: _type,
@@ -99,19 +99,19 @@ class Redirect(TorchFunctionMode):
             Tensor.__format__: self._format,
             Tensor.data_ptr: self._address,
             Tensor.__deepcopy__: _deepcopy,
-            of.data.__set__: set_data,
+            tensor_type.data.__set__: set_data,
             Tensor.__dlpack__: _handed_out("Tensor.__dlpack__"),
-            of.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
+            tensor_type.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
         }
         for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite, torch.isclose):
             for owner in (function, getattr(Tensor, function.__name__)):
                 self.special[owner] = _finite(owner, function in (torch.isfinite, torch.isclose))
         for compared in (torch.equal, torch.allclose, Tensor.equal, Tensor.allclose):
-            self.special[compared] = _the_same(compared)
+            self.special[compared] = _equal(compared)
         for name in ("gt", "lt", "ge", "le", "eq", "ne"):
             for compared in (getattr(torch, name), getattr(Tensor, name), getattr(Tensor, f"__{name}__")):
-                self.special[compared] = self._bounded(compared)
-        self.of_dtensors = {**of_dtensors(self.special), of.device.__get__: self._device}
+                self.special[compared] = self._comparison(compared)
+        self.of_dtensors = {**of_dtensors(self.special), tensor_type.device.__get__: self._device}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -125,14 +125,14 @@ class Redirect(TorchFunctionMode):
         args = tuple(_redirected(arg) for arg in args)
         if kwargs:
             pinned = kwargs.get("pin_memory")
-            kwargs = {name: _redirected(each) for name, each in kwargs.items() if name != "pin_memory"}
+            kwargs = {name: _redirected(value) for name, value in kwargs.items() if name != "pin_memory"}
             if type(kwargs.get("device")) is int:
                 check_index(kwargs["device"])
                 kwargs["device"] = GPU_DEVICE
             if pinned:
-                made = func(*args, **kwargs)
-                made.simulated_pin = True
-                return made
+                tensor = func(*args, **kwargs)
+                tensor.simulated_pin = True
+                return tensor
         if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
             check_index(args[1])
             args = (args[0], GPU_DEVICE, *args[2:])
@@ -147,10 +147,10 @@ class Redirect(TorchFunctionMode):
             if args and type(args[0]) in (list, tuple):
                 args = (self._numbers(args[0]), *args[1:])
             if kwargs.get("device") == GPU_DEVICE:
-                made = made_on_card(func, *args, **kwargs)
+                tensor = made_on_card(func, *args, **kwargs)
                 if _holds_unknown(args[0]):
-                    forget(made)
-                return made
+                    forget(tensor)
+                return tensor
         elif func in (Tensor.__getitem__, Tensor.__setitem__):
             args = (args[0], _picked(args[1]), *args[2:])
         elif _sized_by_unknown(func, args, kwargs):
@@ -162,13 +162,13 @@ class Redirect(TorchFunctionMode):
             _forget_frames(error)
             raise
         except TypeError as error:
-            if Unknown.__name__ in str(error):  # torch's, of a size
+            if Unknown.__name__ in str(error):  # torch refused a size
                 raise refuse(f"{func.__name__}()", "takes a size from a value") from None
             raise
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Show devices to code outside torch, hold in backward too, and answer for storages."""
+        """Show "cuda:0" to code outside torch, keep the mode on in backward passes, and let storages have addresses."""
         real_device: Any = FakeTensor.device  # a property
         run_backward = symbol("torch.autograd._engine_run_backward")
         real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
@@ -177,7 +177,7 @@ class Redirect(TorchFunctionMode):
             return self._shown(real_device.fget(tensor), sys._getframe(1).f_globals.get("__name__", ""))
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            with self:  # checkpointing recomputes code that says "cuda"
+            with self:  # checkpointing recomputes code that names "cuda"
                 return run_backward(*args, **kwargs)
 
         def default_device() -> torch.device:
@@ -193,7 +193,7 @@ class Redirect(TorchFunctionMode):
         real_wrapper = Tensor._make_wrapper_subclass
 
         def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-            """Of a class like torchao's, which asks the tensor inside where it is."""
+            """For subclasses such as those of torchao, which pass the device of their inner tensor."""
             if "device" in kwargs:
                 kwargs["device"] = _redirected(kwargs["device"])
             return real_wrapper(*args, **kwargs)
@@ -213,7 +213,7 @@ class Redirect(TorchFunctionMode):
             yield
 
     def _shown(self, device: torch.device, asking: str) -> torch.device:
-        """Return the device that code of the module `asking` sees where a tensor is on `found`."""
+        """Return the device that code in the module `asking` sees for a tensor on `device`."""
         if device != GPU_DEVICE or self.host.inside:
             return device
         inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
@@ -226,13 +226,13 @@ class Redirect(TorchFunctionMode):
         check_index(device)
         if type(tensor) in (Tensor, FakeTensor):
             return tensor.to(GPU_DEVICE, non_blocking=non_blocking)
-        with self:  # a class with a `to` of its own, which may say "cuda"
+        with self:  # a subclass with a `to` of its own, which may name "cuda"
             return tensor.to(CARD, non_blocking=non_blocking)
 
     # ---- values
 
     def _numbers(self, data: Any) -> Any:
-        """Return nested lists in which numbers stand for the card's tensors of one element, as torch reads them."""
+        """Return nested lists in which GPU tensors of one element are replaced by numbers, as torch reads them."""
         if type(data) in (list, tuple):
             return [self._numbers(item) for item in data]
         return self._item(data) if isinstance(data, FakeTensor) and data.numel() == 1 else data
@@ -243,7 +243,7 @@ class Redirect(TorchFunctionMode):
         if tensor.numel() != 1:
             raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
         value = value_for(tensor.dtype, self.assume)
-        # torch's optimizers clip and scale by norms they read; no memory depends on them.
+        # Optimizers of torch read norms to clip and scale by; the memory does not depend on them.
         if self.assume is not None or asked_by_torch().startswith("torch.optim."):
             return value
         return Unknown(value)
@@ -254,8 +254,8 @@ class Redirect(TorchFunctionMode):
             warn_of("float()")
         return float.__add__(float(read) if type(read) is not Unknown else PLACEHOLDER, 0.0)
 
-    def _bounded(self, function: Callable) -> Callable:
-        """A comparison of single numbers: one that is not known is the placeholder."""
+    def _comparison(self, function: Callable) -> Callable:
+        """Return a comparison in which the placeholder replaces a single number that is unknown."""
 
         def stand_in(value: Any) -> Any:
             if not isinstance(value, FakeTensor):
@@ -280,17 +280,17 @@ class Redirect(TorchFunctionMode):
         def read(tensor: Tensor) -> Any:
             if known(tensor) is not None:
                 return function(torch.tensor(self.engine.read(tensor)))
-            if initializing():  # before what is assumed: it would draw again for ever
+            if initializing():  # comes before `assume`, with which initialization would redraw for ever
                 return function(torch.full(tuple(tensor.shape), False))
             number = value_for(tensor.dtype, self.assume)
             if tensor.numel() != 1 or self.assume is not None:
-                return function(torch.full(tuple(tensor.shape), number))  # more than one raises torch's error
+                return function(torch.full(tuple(tensor.shape), number))  # several elements raise torch's error
             return stand_in(number)
 
         return read
 
     def _values(self, tensor: Tensor, asking: str) -> Tensor:
-        """Return a real tensor: the values where they are known, else the placeholder."""
+        """Return a real tensor that holds the values if they are known, else the placeholder."""
         value = known(tensor)
         if value is not None:
             return value
@@ -317,7 +317,7 @@ class Redirect(TorchFunctionMode):
         return self._values(tensor, "Tensor.numpy").numpy()
 
     def _address(self, tensor: Tensor) -> int:
-        """Return where the tensor lies in the simulated memory: libraries compare addresses."""
+        """Return the address of the tensor in simulated memory, because libraries compare addresses."""
         if sys._getframe(2).f_globals.get("__name__", "").startswith("bitsandbytes"):
             raise refuse("Tensor.data_ptr", "is what a compiled kernel asks for")
         return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
@@ -325,7 +325,7 @@ class Redirect(TorchFunctionMode):
 
 def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which torch asks, and it is 0
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch reads it, and it is 0
         return Tensor.__deepcopy__(tensor, memo)
 
 
@@ -341,7 +341,7 @@ def _nested(shape: tuple[int, ...], value: Any) -> Any:
 
 
 def _finite(function: Callable, finite: bool) -> Callable:
-    """isnan and its like: what the card computes is finite, and isclose: what it computes twice is the same."""
+    """isnan and similar functions: we assume that results are finite, and for isclose that two results agree."""
 
     def answer(*args: Any, **kwargs: Any) -> Tensor:
         out = function(*args, **kwargs)
@@ -353,20 +353,20 @@ def _finite(function: Callable, finite: bool) -> Callable:
     return answer
 
 
-def _the_same(function: Callable) -> Callable:
-    """torch.equal and allclose, which ask whether code that should compute the same does: it does."""
+def _equal(function: Callable) -> Callable:
+    """torch.equal and allclose: unknown values are assumed to be equal, because such code checks that results agree."""
 
-    def answer(one: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
-        if known(one) is not None and known(other) is not None:
-            return function(one, other, *args, **kwargs)
+    def answer(first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> bool:
+        if known(first) is not None and known(second) is not None:
+            return function(first, second, *args, **kwargs)
         warn_of(f"torch.{function.__name__}()")
-        return one.shape == other.shape
+        return first.shape == second.shape
 
     return answer
 
 
 def _redirected(value: Any) -> Any:
-    """Return the engine's device for "cuda" and torch.device("cuda"), and anything else as it is."""
+    """Return the engine's device for "cuda" and torch.device("cuda"), and any other value unchanged."""
     if isinstance(value, torch.device):
         if value.type == "cuda":
             check_index(value)
@@ -378,7 +378,7 @@ def _redirected(value: Any) -> Any:
 
 
 def _picked(index: Any) -> Any:
-    """Return an index with 0 for single whole numbers that the card computed: the shape is the same for each."""
+    """Return the index with 0 for each whole number that the GPU computed; the resulting shape is the same."""
     if isinstance(index, tuple):
         return tuple(map(_picked, index))
     if isinstance(index, slice):
@@ -391,24 +391,25 @@ def _picked(index: Any) -> Any:
 
 
 def _sized_by_unknown(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a whole number of the card is where `func` may take a size from."""
-    given = [*args, *kwargs.values()]
-    if any(type(arg) is Whole for arg in given) and getattr(func, "__name__", "").strip("_") not in TAKE_NUMBERS:
+    """Return whether `func` may use a whole number that the GPU computed as a size."""
+    values = [*args, *kwargs.values()]
+    if any(type(arg) is Whole for arg in values) and getattr(func, "__name__", "").strip("_") not in TAKE_NUMBERS:
         return True
-    return any(type(item) is Whole for arg in given if type(arg) in (list, tuple) for item in arg)
+    return any(type(item) is Whole for arg in values if type(arg) in (list, tuple) for item in arg)
 
 
 def _forget_frames(error: torch.OutOfMemoryError) -> None:
-    """Take our frames, and torch's around a dispatch mode, out of the traceback.
+    """Remove our frames, and those of torch around a dispatch mode, from the traceback.
 
-    What catches the error would hold the operator's arguments by way of them; CUDA's kernels have no such frames.
+    Through these frames, code that catches the error would keep the operator's arguments alive; kernels of CUDA have no
+    such frames.
     """
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        if place.tb_next.tb_frame.f_code.co_filename.startswith(WITHOUT_FRAMES):
-            place.tb_next = place.tb_next.tb_next
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_next.tb_frame.f_code.co_filename.startswith(WITHOUT_FRAMES):
+            frame.tb_next = frame.tb_next.tb_next
         else:
-            place = place.tb_next
+            frame = frame.tb_next
 
 
 def _holds_unknown(data: Any) -> bool:
@@ -422,8 +423,8 @@ def _default_is_cuda() -> bool:
 
 def _new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: Any = False) -> Tensor:
     device = tensor.device if device is None else _redirected(device)
-    made = torch.tensor(data, dtype=dtype or tensor.dtype, device=HOST).to(device)
-    return made.requires_grad_() if requires_grad else made
+    new = torch.tensor(data, dtype=dtype or tensor.dtype, device=HOST).to(device)
+    return new.requires_grad_() if requires_grad else new
 
 
 def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
@@ -439,12 +440,12 @@ def _type(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction():
             name = tensor.type()
         return name.replace("torch.", "torch.cuda.") if on_card(tensor) else name
-    wanted = legacy_type(dtype)
-    return tensor.type(dtype, *args, **kwargs) if wanted is None else tensor.to(GPU_DEVICE, wanted)
+    legacy = legacy_type(dtype)
+    return tensor.type(dtype, *args, **kwargs) if legacy is None else tensor.to(GPU_DEVICE, legacy)
 
 
 def _repr(tensor: Tensor, **kwargs: Any) -> str:
-    """Return what torch prints, with a sign, or for more than one element the shape, for values."""
+    """Return the text that torch prints, with a sign in place of unknown values, and the shape of several elements."""
     value = known(tensor)
     if value is not None:
         text = repr(value)[len("tensor(") : -1]

@@ -1,4 +1,4 @@
-"""What a script asks of a DTensor: where it is, of this rank's part, and a number, of the whole."""
+"""Questions that a script asks a DTensor: this rank's part answers for the device, the whole tensor for a number."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ NUMBERS = (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tenso
 
 
 def of_dtensors(special: Mapping[Any, Function]) -> dict[Any, Function]:
-    """Return, by torch function, what it gives of a DTensor; `special` is the same of tensors on the card."""
+    """Return the replacement of each torch function for DTensors; `special` are those for tensors on the GPU."""
     of: Any = Tensor
     places = of.is_cuda.__get__, of.is_cpu.__get__, Tensor.get_device
     return {
         **{place: _of_part(special[place]) for place in places},
         **{name: _of_whole(special[name]) for name in NUMBERS},
         **{
-            each: _by_value(each, function)
-            for each, function in special.items()
-            if getattr(each, "__name__", "").strip("_") in COMPARED
+            operator: _by_value(operator, function)
+            for operator, function in special.items()
+            if getattr(operator, "__name__", "").strip("_") in COMPARED
         },
     }
 
 
-# A norm is asked whether it is finite, and compared with a bound.
+# Scripts check that a norm is finite, and compare it with a bound.
 COMPARED = frozenset(("isnan", "isinf", "isposinf", "isneginf", "isfinite", "gt", "lt", "ge", "le", "eq", "ne"))
 
 
@@ -41,11 +41,11 @@ def _of_whole(function: Function) -> Function:
     return lambda dtensor, *args, **kwargs: function(dtensor.full_tensor(), *args, **kwargs)
 
 
-def _by_value(asked: Function, function: Function) -> Function:
-    """Run `asked` as DTensor does, and let its result have the value that `function` gives of the parts."""
+def _by_value(operator: Function, function: Function) -> Function:
+    """Run `operator` as DTensor does, and record the value that `function` computes from the local parts."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        out = asked(*args, **kwargs)
+        out = operator(*args, **kwargs)
         part = getattr(out, "_local_tensor", None)
         if part is not None and part.numel() == 1:
             with torch.no_grad():

@@ -1,8 +1,8 @@
 """The package flash-attn on fake tensors: for transformers' attn_implementation="flash_attention_2", and its loss.
 
-It is compiled for a GPU, so functions stand in for it in transformers' hands. Its kernels are those of torch's own
+The package is compiled for a GPU, so transformers calls replacements here. Its kernels are those of torch's own
 FlashAttention (Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, mha_fwd and mha_bwd: output, log-sum-exp and
-random state; then the gradients, the softmax's row sums and dQ in fp32), whose operators know what they take.
+random state; then the gradients, the softmax's row sums and dQ in fp32), whose operators we simulate already.
 
     B  batch    T  query positions    H  heads    S  key positions    D  head size
 """
@@ -57,7 +57,7 @@ class _FlashAttention(torch.autograd.Function):
 
 @contextmanager
 def _deterministic(mode: bool) -> Iterator[None]:
-    """Let torch's operators be as deterministic as the package is asked to be, which does not look at torch's mode."""
+    """Set torch's deterministic mode to the package's own argument, because the package ignores the mode of torch."""
     before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(mode)
     try:
@@ -71,7 +71,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _flash_attn_func(card: Capability) -> Callable[..., Tensor]:
+def _flash_attn_func(capability: Capability) -> Callable[..., Tensor]:
     def flash_attn_func(
         q: Tensor,
         k: Tensor,
@@ -83,9 +83,9 @@ def _flash_attn_func(card: Capability) -> Callable[..., Tensor]:
         softcap: float = 0.0,
         deterministic: bool = False,
     ) -> Tensor:
-        """flash_attn.flash_attn_func on a card of capability `card`; a window or a softcap takes no memory."""
+        """flash_attn.flash_attn_func on a GPU of this `capability`; a window or a softcap needs no memory."""
         D = q.shape[-1]
-        if card < FLASH_ATTENTION_2_CAPABILITY:
+        if capability < FLASH_ATTENTION_2_CAPABILITY:
             raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
         if q.dtype not in HALF:
             raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
@@ -133,13 +133,13 @@ def _mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def fake_fused_loss() -> AbstractContextManager[Any]:
-    """Let kernels="fused-loss" take a loss of the same tensors, whether flash-attn is installed or not."""
+    """Replace the loss of kernels="fused-loss" by one with the same tensors, whether flash-attn is installed or not."""
     return mock.patch.object(fused_loss, "cross_entropy", lambda: _mean_cross_entropy)
 
 
 @contextmanager
-def fake_flash_attn(card: Capability) -> Iterator[None]:
-    """Let transformers find flash-attn, simulated on a card of capability `card`, whether it is installed or not."""
+def fake_flash_attn(capability: Capability) -> Iterator[None]:
+    """Let transformers find flash-attn, simulated for this `capability`, whether the package is installed or not."""
     if not has("transformers.modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX"):
         yield
         return
@@ -149,10 +149,10 @@ def fake_flash_attn(card: Capability) -> Iterator[None]:
     def functions(implementation: str | None, *rest: Any, **named: Any) -> tuple:
         if implementation != "flash_attention_2":
             return imports(implementation, *rest, **named)
-        return _flash_attn_func(card), _flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+        return _flash_attn_func(capability), _flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
 
     imports = utils._lazy_imports
-    # What was loaded before the block must not be called in it, nor this afterwards.
+    # Functions loaded before the block must not be called inside it, nor those loaded inside it afterwards.
     loaded = [name for name in vars(utils) if name.endswith("_fn") or name == "_loaded_implementation"]
     with ExitStack() as stack:
         for name in loaded:

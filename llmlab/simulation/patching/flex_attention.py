@@ -1,7 +1,7 @@
-"""flex_attention without torch.compile, on a simulated card: torch's own unfused form, which writes out all scores.
+"""flex_attention without torch.compile, on a simulated GPU: torch's own unfused form, which stores all scores.
 
-torch compiles that form for its backend "eager"; here it runs as it is. In code that is compiled Inductor makes one
-kernel forward and one backward of it (../compiled).
+torch compiles that form with its backend "eager", but here it runs uncompiled. In compiled code Inductor generates one
+kernel for the forward pass and one for the backward pass (../compiled).
 
     B  batch    H  heads    T  query positions    S  key positions    D  head size
 """
@@ -35,7 +35,7 @@ WRITTEN_OUT = Note(
 
 @contextmanager
 def flex_attention_unfused(engine: Engine) -> Iterator[None]:
-    """Let flex_attention that is not compiled take of the card what it does on CUDA until the block ends."""
+    """Let uncompiled flex_attention allocate the same GPU memory as on CUDA until the block ends."""
     operator = symbol(MODULE + ".flex_attention_hop")
     real = type(operator).__call__
 
@@ -54,7 +54,7 @@ def flex_attention_unfused(engine: Engine) -> Iterator[None]:
 
 
 def _check(*mods: Callable) -> None:
-    """Raise NotAvailable for a function with a tensor in it that is to get a gradient."""
+    """Raise NotAvailable for a function whose closure contains a tensor that requires a gradient."""
     for mod in mods:
         captured = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
         if torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in captured):
@@ -75,14 +75,14 @@ class _Unfused(torch.autograd.Function):
         out, lse, largest = kernel.py_kernels[DENSE](query, key, value, score_mod, mask, *options)
         ctx.mark_non_differentiable(largest)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.given = score_mod, mask, options
+        ctx.options = score_mod, mask, options
         return out, lse, largest
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        score_mod, mask, (scale, kernel_options, *_) = ctx.given
+        score_mod, mask, (scale, kernel_options, *_) = ctx.options
         saved = [tensor.detach() for tensor in ctx.saved_tensors]
         backward = torch.ops.higher_order.flex_attention_backward.py_kernels[DENSE]
-        with torch.enable_grad():  # it looks for the gradient of score_mod
+        with torch.enable_grad():  # it differentiates score_mod
             *grads, _ = backward(*saved, grad, grad_lse, score_mod, None, mask, scale, kernel_options, (), ())
         return None, None, None, None, *grads

@@ -1,8 +1,8 @@
-"""Libraries and a simulated card: none finds it as it is imported, and none remembers it when it is gone.
+"""Imports beside a simulated GPU: no library finds the GPU while it is imported, or remembers it after the block.
 
-Modules that were first imported inside the block may have kept patches: `swept` puts torch's own functions in their
-place, so that `from torch.cuda import is_available` leaves nothing of ours behind. What is ours, and in whose place,
-nobody has to list: it is what the end of the block changes in a module.
+Modules first imported inside the block may have copied our patches, as `from torch.cuda import is_available` does.
+`swept` replaces such copies by torch's own functions. No list of patches is needed, because the names that change in
+torch's modules at the end of the block are exactly the patched ones.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 from ...base.compat import GLOBAL_DEVICE_CONTEXT, check
 from ..compiled.inductor import forget_answers
 
-MUON = "deepspeed.runtime.zero.muon.original_muon"  # it compiles its functions, and every step imports it
-# They load a CUDA library, or ask for its version, when they are imported with a card there.
+MUON = "deepspeed.runtime.zero.muon.original_muon"  # every step imports it, and it compiles its functions
+# These load a CUDA library, or ask for its version, when they are imported on a machine with a GPU.
 LOOK_FOR_DRIVERS = frozenset((
     "apex", "bitsandbytes", "deepspeed", MUON, "flash_attn", "kernels", "liger_kernel", "torchao", "transformer_engine",
     "triton", "xformers",
 ))  # fmt: skip
 
 
-# It compiles torch's optimizers by TorchScript when it is imported, which would meet functions of ours.
+# When imported, it compiles torch's optimizers with TorchScript, which would run into our functions.
 COMPILES_OPTIMIZERS = "torch.distributed.optim"
 
 
@@ -47,7 +47,7 @@ class _Finder(MetaPathFinder):
             around = _not_compiled
         if around is None and name not in self.then:
             return None
-        # The other finders too: each block that is open inside another has one, and a module may concern several.
+        # The other finders come next, because nested blocks have one each, and several may handle the same module.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((candidate for candidate in specs if candidate is not None), None)
@@ -59,7 +59,7 @@ class _Finder(MetaPathFinder):
             vars(loader).pop("exec_module", None)  # the class has it
             with around() if around else nullcontext():
                 run(module)
-            if around is self.hidden:  # torch remembers the first answer to has_triton(), which torchao asks
+            if around is self.hidden:  # torch caches the first answer of has_triton(), which torchao calls
                 forget_answers("torch.utils._triton")
             if name in self.then:
                 check(name)
@@ -77,8 +77,8 @@ def _not_compiled() -> AbstractContextManager:
 def on_import(
     then: Mapping[str, Callable[[], Any]], hidden: Callable[[], AbstractContextManager] | None = None
 ) -> Iterator[None]:
-    """Call `then[name]` when module `name` has been imported, now where it is already; `hidden` hides the card from
-    those that would load a driver."""
+    """Call `then[name]` after module `name` was imported, or now if it was imported earlier; `hidden` hides the GPU
+    from modules that would load a driver."""
     for name, call in then.items():
         if name in sys.modules:
             check(name)
@@ -107,14 +107,14 @@ def default_device() -> Iterator[None]:
 
 @contextmanager
 def devices_found() -> Iterator[None]:
-    """Let accelerate and transformers look for their devices anew, here and after the block."""
+    """Let accelerate and transformers detect their devices again, both here and after the block."""
     states = [dict(state) for state in _accelerate_states()]
     _forget()
     try:
         yield
     finally:
         _forget()
-        for state, before in zip(_accelerate_states(), states, strict=False):  # there was none before the first import
+        for state, before in zip(_accelerate_states(), states, strict=False):  # empty before the first import
             state.update(before)
 
 
@@ -138,14 +138,15 @@ def _forget() -> None:
 
 
 OURS = "llmlab.simulation"
-ASK = ("is_", "has_", "_is_", "_has_")  # so begin the names of functions that answer yes or no, and may keep the answer
+ASK = ("is_", "has_", "_is_", "_has_")  # prefixes of functions that answer yes or no, and may cache the answer
 
 
 @contextmanager
 def swept(*also: str) -> Iterator[Callable[[], None]]:
-    """Enter it before all patches; what it gives is to be called when the block has ended, before they go.
+    """Remove patches from newly imported modules. Enter it before all patches, and call the function it yields at the
+    end of the block, before the patches are undone.
 
-    The modules named `also` are swept too, though they were there before.
+    The modules named in `also` are cleaned too, although they were imported earlier.
     """
     before = sys.modules.keys() - set(also)
     patched: dict[str, dict[str, Any]] = {}
@@ -157,18 +158,18 @@ def swept(*also: str) -> Iterator[Callable[[], None]]:
     try:
         yield look
     finally:
-        originals: dict[int, dict[str, Any]] = {}  # by ours, which `patched` keeps alive, and the name it stood for
-        now = _names() if patched else {}
-        for module, names in patched.items():
+        originals: dict[int, dict[str, Any]] = {}  # by id of the patch, which `patched` keeps alive, and by name
+        after = _names() if patched else {}
+        for module_name, names in patched.items():
             for name, value in names.items():
-                original = now.get(module, {}).get(name, value)
+                original = after.get(module_name, {}).get(name, value)
                 if original is value or vars(builtins).get(getattr(value, "__name__", "")) is value:
-                    continue  # a builtin is never ours: a module's own variable was changed, and others have it too
+                    continue  # a builtin is never a patch: the module changed a variable of its own
                 if callable(value) or isinstance(value, str):
                     originals.setdefault(id(value), {}).setdefault(name, original)
         for name in sys.modules.keys() - before if originals else ():
-            if not name.startswith(OURS) and isinstance(found := sys.modules[name], ModuleType):
-                _put_back(found, originals)
+            if not name.startswith(OURS) and isinstance(module := sys.modules[name], ModuleType):
+                _put_back(module, originals)
 
 
 def _names() -> dict[str, dict[str, Any]]:
@@ -177,7 +178,7 @@ def _names() -> dict[str, dict[str, Any]]:
 
 
 def _put_back(module: ModuleType, originals: dict[int, dict[str, Any]]) -> None:
-    """Put the originals in the place of ours: in the module, its dictionaries, its classes, its functions' defaults."""
+    """Replace patches by the originals in the module, its dictionaries, its classes, and its functions' defaults."""
 
     def original(name: str, value: Any) -> Any:
         places = originals.get(id(value))
@@ -199,10 +200,10 @@ def _put_back(module: ModuleType, originals: dict[int, dict[str, Any]]) -> None:
         elif isinstance(value, functools._lru_cache_wrapper) and name.startswith(ASK):
             value.cache_clear()
         elif isinstance(value, type) and value.__module__ == module.__name__:
-            for own, item in list(vars(value).items()):
+            for attribute, item in list(vars(value).items()):
                 function = item.__func__ if isinstance(item, (staticmethod, classmethod)) else item
                 if id(function) in originals:
-                    put = original(own, function)
-                    setattr(value, own, put if function is item else type(item)(put))
+                    restored = original(attribute, function)
+                    setattr(value, attribute, restored if function is item else type(item)(restored))
                 defaults(function)
         defaults(value)

@@ -1,4 +1,4 @@
-"""Installation of a simulated card: all monkeypatches, in order, undone at the end of the block."""
+"""Installation of a simulated GPU: all monkeypatches, in order, undone at the end of the block."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ from .patches import (
     fake_parameters,
     full_beams,
     no_end_of_sequence,
+    note_recurrent_layers,
     tensors_on_card,
-    told_recurrent,
 )
 
 ENVIRONMENT = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers loads weights in this thread
-_open: list[str] = []  # the name of the card in use
+_open: list[str] = []  # the name of the GPU of the open simulator
 
 
 @contextmanager
 def installed(card: Card) -> Iterator[None]:
-    """Let torch and its libraries find `card`, as their only one; operators run on it while its engine is entered."""
+    """Let torch and its libraries find `card` as their only GPU; operators run on it while its engine is entered."""
     capability = capability_of(card.gpu)
     check("torch")
     with ExitStack() as stack:
@@ -89,11 +89,11 @@ def installed(card: Card) -> Iterator[None]:
             "transformers.generation.utils": generation,
             "transformers.modeling_flash_attention_utils": lambda: stack.enter_context(fake_flash_attn(capability)),
         }
-        stack.enter_context(cuda_autocast())  # before Dynamo, which is told of what answers for the card
+        stack.enter_context(cuda_autocast())  # before Dynamo, which must know the functions that answer for the GPU
         stack.enter_context(fake_fused_loss())
         stack.enter_context(fake_parameters())
         stack.enter_context(cuda_operators(capability))
-        stack.enter_context(told_recurrent(card.engine))
+        stack.enter_context(note_recurrent_layers(card.engine))
         if card.engine.host is None:  # else a function mode sees torch.tensor
             stack.enter_context(tensors_on_card())
         stack.enter_context(cuda_api(card))
@@ -101,18 +101,17 @@ def installed(card: Card) -> Iterator[None]:
         stack.enter_context(default_device())
         stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
         stack.enter_context(devices_found())
-        # The card is hidden from a library that looks for one as it is imported.
+        # Hide the GPU from libraries that look for one while they are imported.
         stack.enter_context(on_import(libraries, lambda: mock.patch.object(card, "hidden", True)))
         yield
 
 
 @contextmanager
 def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Phases]:
-    """Install `card` for a script written for "cuda", as one rank of `world_size`; give the phases of what it runs.
+    """Install `card` for a script written for "cuda", as one rank of `world_size`; yield the phases of its run.
 
-    A step of our own names the engine's device and simulates its host too; it does without what this adds to
-    `installed`, of which each call of torch pays for some. Raises SpecError where a simulator is open already, in this
-    thread or another.
+    Steps of our own name the engine's device and simulate the host too, so they use `installed` alone: the additions
+    here make every call of torch slower. Raises SpecError if a simulator is already open, in this thread or another.
     """
     if _open:
         shared = "because all threads share one simulator"
@@ -120,7 +119,7 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
     phases = Phases(card.engine)
     card.history.place = phases.place
     card.memory.driver.on_event = card.history.record
-    gc.collect()  # what dies later must not be freed at a moment that depends on earlier code
+    gc.collect()  # else garbage of earlier code would be freed at an unpredictable moment in the block
     with exclusive("simulator()"), swept("__main__") as look, ExitStack() as stack:
         _open.append(card.gpu.name)
         stack.callback(_open.clear)
@@ -134,7 +133,7 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
 
 @contextmanager
 def as_cuda(card: Card, host: RealHost, world_size: int | None) -> Iterator[None]:
-    """Install `card` for code that names "cuda", beside a host whose values are real, as one rank of `world_size`."""
+    """Install `card` for code that names "cuda" and computes real values on the host, as one rank of `world_size`."""
     engine = card.engine
     checkpoints, redirect = Checkpoints(engine, card.kept_files), Redirect(engine, host)
     parameters = HostParameters(engine, checkpoints)
@@ -167,13 +166,13 @@ def as_cuda(card: Card, host: RealHost, world_size: int | None) -> Iterator[None
 
 
 def _paged(engine: Engine) -> Callable[..., Tensor]:
-    """bitsandbytes.functional.get_paged: unified memory, which is none of the allocator's."""
+    """bitsandbytes.functional.get_paged: unified memory, which does not come from PyTorch's allocator."""
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, **device: Any) -> Tensor:
         with disable_current_modes(), engine.fake:
-            made = torch.zeros(shape, dtype=dtype, device=GPU_DEVICE)
-        engine.hold_at(made, 0)
-        vars(made).update(is_paged=True, page_deviceid=0)
-        return made
+            tensor = torch.zeros(shape, dtype=dtype, device=GPU_DEVICE)
+        engine.hold_at(tensor, 0)
+        vars(tensor).update(is_paged=True, page_deviceid=0)
+        return tensor
 
     return get_paged

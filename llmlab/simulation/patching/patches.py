@@ -1,7 +1,8 @@
 """Monkeypatches of PyTorch's dispatcher and of transformers, undone afterwards.
 
-Operators whose CPU form differs from CUDA's above autograd (dropout, softmax, attention) are replaced in the
-dispatcher, so the replacement also holds where checkpointing recomputes inside backward; a TorchFunctionMode would not.
+Some operators differ between CPU and CUDA above autograd (dropout, softmax, attention). They are replaced in the
+dispatcher, so the replacement also applies when checkpointing recomputes inside the backward pass; a TorchFunctionMode
+would not.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 @contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Let modules and libraries take fake parameters as they take real ones."""
+    """Let modules and libraries accept fake parameters like real ones."""
     library = torch.library.Library("aten", "IMPL")
     with ExitStack() as stack:
         stack.callback(library._destroy)
@@ -57,7 +58,7 @@ def fake_parameters() -> Iterator[None]:
         else:
             if has("transformers.masking_utils.is_tracing"):
                 real = masking_utils.is_tracing
-                # Fake inputs are no tracing here: positions have values, see values/known.py.
+                # Fake inputs do not mean tracing here, because positions have values (values/known.py).
                 not_fake = lambda tensor=None: real()  # noqa: E731
                 stack.enter_context(mock.patch.object(masking_utils, "is_tracing", not_fake))
         yield
@@ -73,7 +74,7 @@ def _tolist(tensor: Tensor) -> Any:
 
 
 def no_end_of_sequence() -> AbstractContextManager:
-    """Let generate() of transformers draw no end-of-sequence token: each sequence comes to its greatest length."""
+    """Let generate() of transformers draw no end-of-sequence token, so each sequence reaches its maximum length."""
     from transformers.generation.stopping_criteria import EosTokenCriteria
 
     real = EosTokenCriteria.__call__
@@ -85,12 +86,12 @@ def no_end_of_sequence() -> AbstractContextManager:
 
 
 def full_beams() -> AbstractContextManager:
-    """Let beam search of transformers go on until its stopping criteria end it, with a token in each place."""
+    """Let beam search of transformers run until its stopping criteria end it, with a token at every position."""
     from transformers.generation.utils import GenerationMixin as mixin
 
     unfinished = getattr(mixin, "_beam_search_has_unfinished_sequences", None)
     update = getattr(mixin, "_update_finished_beams", None)
-    if unfinished is None or update is None:  # another version's
+    if unfinished is None or update is None:  # an older or newer transformers
         return nullcontext()
 
     def has_unfinished(improvable: Tensor, finished: Tensor, stopped: Tensor, *args: Any) -> Tensor:
@@ -100,7 +101,7 @@ def full_beams() -> AbstractContextManager:
 
     def update_finished(self: Any, *args: Any, **kwargs: Any) -> tuple:
         sequences, scores, indices, *rest = update(self, *args, **kwargs)
-        return sequences, scores, _zeros_where_unknown(indices), *rest  # -1 would be a place without a token
+        return sequences, scores, _zeros_where_unknown(indices), *rest  # -1 would mean a position without a token
 
     replaced: dict[str, Any] = {
         "_beam_search_has_unfinished_sequences": staticmethod(has_unfinished),
@@ -110,7 +111,7 @@ def full_beams() -> AbstractContextManager:
 
 
 def drawn_tokens() -> AbstractContextManager:
-    """Let what generate() of transformers gives be read: each token is 0, or the first that is no special one."""
+    """Let scripts read the result of generate() of transformers: every token is the smallest id that is not special."""
     from transformers.generation.utils import GenerationMixin as mixin
 
     real = mixin.generate
@@ -124,8 +125,8 @@ def drawn_tokens() -> AbstractContextManager:
         config = kwargs.get("generation_config") or self.generation_config
         special: set[int | None] = set()
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            each = kwargs.get(name, getattr(config, name))
-            special.update(each if isinstance(each, (list, tuple)) else [each])
+            ids = kwargs.get(name, getattr(config, name))
+            special.update(ids if isinstance(ids, (list, tuple)) else [ids])
         warn_of("generate()")
         _zeros_where_unknown(sequences, next(number for number in count() if number not in special))
         return result
@@ -140,10 +141,10 @@ def _zeros_where_unknown(tensor: Tensor, zero: int = 0) -> Tensor:
     return tensor
 
 
-def told_recurrent(engine: Engine) -> AbstractContextManager:
-    """Note of nn.LSTM, GRU and RNN on the card that cuDNN runs each as one kernel, with buffers it alone knows."""
+def note_recurrent_layers(engine: Engine) -> AbstractContextManager:
+    """Note for nn.LSTM, GRU and RNN on the GPU that cuDNN runs each as one kernel, whose buffers are unknown."""
 
-    def told(name: str) -> Callable[..., Any]:
+    def noted(name: str) -> Callable[..., Any]:
         real = getattr(VF, name)
 
         def layer(x: Tensor, *args: Any) -> Any:
@@ -153,22 +154,22 @@ def told_recurrent(engine: Engine) -> AbstractContextManager:
 
         return layer
 
-    layers: dict[str, Any] = {name: told(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+    layers: dict[str, Any] = {name: noted(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
     return mock.patch.multiple(VF, **layers)
 
 
 @contextmanager
-def cuda_operators(card: Capability) -> Iterator[None]:
-    """Let operators above autograd, and libraries that ask for the device, do as on a card of capability `card`."""
+def cuda_operators(capability: Capability) -> Iterator[None]:
+    """Let operators above autograd, and libraries that check the device, behave as on a GPU of this `capability`."""
     library = torch.library.Library("aten", "IMPL")
     kernels = {
         "dropout": _dropout,
         "softmax.int": _softmax(aten.softmax.int, aten._softmax.default),
         "log_softmax.int": _softmax(aten.log_softmax.int, aten._log_softmax.default),
-        "scaled_dot_product_attention": _attention(card),
+        "scaled_dot_product_attention": _attention(capability),
         "_fused_rms_norm": _rms_norm,
     }
-    optimizers = import_module("torch.optim.optimizer")  # the package hides it
+    optimizers = import_module("torch.optim.optimizer")  # torch.optim has an attribute of the same name
     foreach = optimizers._get_foreach_kernels_supported_devices
     with ExitStack() as stack:
         stack.callback(library._destroy)
@@ -184,7 +185,7 @@ def cuda_operators(card: Capability) -> Iterator[None]:
         for module in [sys.modules[name] for name in sys.modules if name.startswith("torch.optim.")]:
             if hasattr(module, "_get_capturable_supported_devices"):
                 stack.enter_context(mock.patch.object(module, "_get_capturable_supported_devices", also))
-        for module in (optimizers, symbol("torch.utils._foreach_utils")):  # the second is clip_grad_norm_'s
+        for module in (optimizers, symbol("torch.utils._foreach_utils")):  # clip_grad_norm_ uses the second
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
         yield
@@ -193,19 +194,19 @@ def cuda_operators(card: Capability) -> Iterator[None]:
 def made_on_card(
     make: Callable[..., Tensor], data: Any, *args: Any, requires_grad: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Return what `make`, torch.tensor or its like, makes on the card: made on the host and copied, as on CUDA."""
-    made = make(data, *args, **{**kwargs, "device": None if isinstance(data, Tensor) else HOST})
-    if made.numel() or not isinstance(made, FakeTensor):
-        made = made.to(GPU_DEVICE)
-    else:  # a fake tensor without elements stays where it is when it is moved
-        made = torch.empty(made.shape, dtype=made.dtype, device=GPU_DEVICE)
-    return made.requires_grad_() if requires_grad else made
+    """Return a tensor of `make`, such as torch.tensor, on the GPU: created on the host and copied, as on CUDA."""
+    tensor = make(data, *args, **{**kwargs, "device": None if isinstance(data, Tensor) else HOST})
+    if tensor.numel() or not isinstance(tensor, FakeTensor):
+        tensor = tensor.to(GPU_DEVICE)
+    else:  # `to` does not move a fake tensor without elements
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=GPU_DEVICE)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def tensors_on_card() -> AbstractContextManager:
-    """Let torch.tensor make tensors on the card; for "cpu:0" torch itself makes them on the host. Single numbers in
-    fake tensors are read, as torch reads those in real ones."""
-    symbol("torch.utils._device._device_constructors")()  # cached at its first call: with torch's own, not with ours
+    """Let torch.tensor create tensors on the GPU; for "cpu:0" torch itself would create them on the host. Scalars in
+    fake tensors are read, as torch reads those in real tensors."""
+    symbol("torch.utils._device._device_constructors")()  # its first call is cached, and must see torch's own function
     real = torch.tensor
 
     def tensor(data: Any, **kwargs: Any) -> Tensor:
@@ -222,8 +223,8 @@ def _numbers(data: Any) -> Any:
     return _tolist(data) if isinstance(data, FakeTensor) and not data.dim() and known(data) is not None else data
 
 
-def held_random_states(engine: Engine) -> AbstractContextManager:
-    """Count the CPU generator's states, which checkpointing keeps for each block, as memory of the simulated CPU."""
+def count_random_states(engine: Engine) -> AbstractContextManager:
+    """Count the states of the CPU generator, which checkpointing saves for each block, as simulated CPU memory."""
     real = torch.get_rng_state
 
     def get_rng_state() -> Tensor:
@@ -235,14 +236,14 @@ def held_random_states(engine: Engine) -> AbstractContextManager:
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Return whether `tensor` is fake and on the simulated card, also as AOTAutograd traces it; a DTensor is where this
-    rank's part is."""
+    """Return whether `tensor` is fake and on the simulated GPU, also while AOTAutograd traces it. For a DTensor, this
+    rank's part decides."""
     part = tensor if isinstance(tensor, (FakeTensor, FunctionalTensor)) else getattr(tensor, "_local_tensor", None)
     return isinstance(part, (FakeTensor, FunctionalTensor)) and part.device == GPU_DEVICE
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """native/Linear.cpp: a bias is added in place where the input is not contiguous, but for tensors of a subclass."""
+    """native/Linear.cpp: the bias is added in place if the input is not contiguous and no tensor subclass."""
     if weight is CAST_ONLY:
         return x
     if bias is None or x.dim() == 2 or x.is_contiguous() or type(x) is not FakeTensor:
@@ -251,7 +252,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """native/Dropout.cpp: on CUDA one kernel, whose mask takes 1 byte per element."""
+    """native/Dropout.cpp: on CUDA dropout is one kernel, whose mask needs 1 byte per element."""
     if not on_card(x) or not 0 < p < 1 or not train or not x.numel():
         return aten.dropout.default._op_dk(COMPOSITE, x, p, train)
     return aten.native_dropout(x, p, train)[0]
@@ -259,7 +260,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 def _softmax(composite: Any, kernel: Any) -> Callable[..., Tensor]:
     def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """native/SoftMax.cpp: on CUDA half to fp32 is one kernel; other conversions come first, as on a CPU."""
+        """native/SoftMax.cpp: on CUDA the kernel itself converts fp16 to fp32; other casts come first, as on a CPU."""
         if on_card(x) and x.dtype == torch.float16 and dtype == torch.float32:
             return kernel(x, dim, True)
         return composite._op_dk(COMPOSITE, x, dim, dtype)
@@ -268,7 +269,7 @@ def _softmax(composite: Any, kernel: Any) -> Callable[..., Tensor]:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """native/layer_norm.cpp: what F.rms_norm calls, of which a CPU has no kernel and so no backward."""
+    """native/layer_norm.cpp: the operator that F.rms_norm calls; it has no CPU kernel, and so no backward on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple:
@@ -283,9 +284,9 @@ class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
         x, weight, rstd = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        output_mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         with AutoDispatchBelowAutograd():
-            dx, dweight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, wanted)
+            dx, dweight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, output_mask)
         return dx, None, dweight, None
 
 
@@ -295,13 +296,13 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | N
     return _FusedRMSNorm.apply(x, shape, weight, eps)
 
 
-def _attention(card: Capability) -> Callable[..., Tensor]:
+def _attention(capability: Capability) -> Callable[..., Tensor]:
     composite = aten.scaled_dot_product_attention.default
 
     def sdpa(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not on_card(query):
             return composite._op_dk(COMPOSITE, query, *args, **kwargs)
-        return attention(card, query, *args, **kwargs)
+        return attention(capability, query, *args, **kwargs)
 
     return sdpa
 
@@ -310,14 +311,14 @@ _module_apply = nn.Module._apply
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """nn.Module._apply, which for fake parameters wants to swap tensors and cannot.
+    """nn.Module._apply, which would swap fake parameters and cannot.
 
-    Real parameters that move to a device keep their identity by `.data =`, unless they come from the meta device.
+    A real parameter that moves to a device keeps its identity through `.data =`, unless it was on the meta device.
     """
     for module in self.children() if recurse else ():
         module._apply(fn)
-    own = [tensor for tensor in (*self._parameters.values(), *self._buffers.values()) if tensor is not None]
-    if not any(isinstance(tensor, FakeTensor) for tensor in own):
+    tensors = [tensor for tensor in (*self._parameters.values(), *self._buffers.values()) if tensor is not None]
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return _module_apply(self, fn, False)
     for name, parameter in self._parameters.items():
         if parameter is None:
@@ -338,7 +339,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def set_data(tensor: Any, data: Tensor) -> None:
-    """`tensor.data = data` for a fake tensor, whose device and values are attributes of its own and change with it."""
+    """`tensor.data = data` for a fake tensor, which also updates the attributes for its device and its values."""
     tensor.data = data
     if isinstance(data, FakeTensor):
         tensor.fake_device = data.device

@@ -1,6 +1,6 @@
-"""Fake kernels of SyncBatchNorm's operators, which torch has for CUDA alone: their outputs' shapes.
+"""Fake kernels of SyncBatchNorm's operators, which torch implements for CUDA alone; they return the right shapes.
 
-Source: aten/src/ATen/native/cuda/Normalization.cu. Statistics are one number per channel, in fp32 for half inputs.
+Source: aten/src/ATen/native/cuda/Normalization.cu. A statistic is one number per channel, in fp32 for half inputs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def _like_input(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _reduce(
-    grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
-) -> tuple[Any, ...]:
-    nothing = x.new_empty(0)
-    of_parameter = x.new_empty(x.shape[1], dtype=(x if weight is None else weight).dtype)
-    sums = _stats(x) if of_input else (nothing, nothing)
-    return *sums, *(torch.empty_like(of_parameter) if wanted else nothing for wanted in (of_weight, of_bias))
+    grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any,
+    input_mask: bool, weight_mask: bool, bias_mask: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    empty = x.new_empty(0)
+    parameter_sum = x.new_empty(x.shape[1], dtype=(x if weight is None else weight).dtype)
+    sums = _stats(x) if input_mask else (empty, empty)
+    return *sums, *(torch.empty_like(parameter_sum) if mask else empty for mask in (weight_mask, bias_mask))
 
 
 FAKE_KERNELS = {

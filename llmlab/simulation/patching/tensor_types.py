@@ -1,4 +1,4 @@
-"""Legacy tensor types, torch.cuda.FloatTensor and its like, which name dtype and device at once."""
+"""Legacy tensor types such as torch.cuda.FloatTensor, which name a dtype and a device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ DTYPES = {
 
 
 class _Legacy(type):
-    """A type without instances of its own: tensors on the card of one dtype are its instances."""
+    """A type whose instances are the tensors of one dtype on the GPU."""
 
     dtype: torch.dtype
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype == cls.dtype
 
-    def __call__(cls, *given: Any) -> Tensor:
-        if len(given) == 1 and not isinstance(given[0], (int, torch.Size)):
-            return torch.tensor(given[0], dtype=cls.dtype, device="cuda")
-        shape = given[0] if given and isinstance(given[0], torch.Size) else given or (0,)
+    def __call__(cls, *args: Any) -> Tensor:
+        if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
+            return torch.tensor(args[0], dtype=cls.dtype, device="cuda")
+        shape = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
         return torch.empty(*shape, dtype=cls.dtype, device="cuda")
 
 
@@ -33,7 +33,7 @@ LEGACY_TYPES = {f"{name}Tensor": _Legacy(f"{name}Tensor", (), {"dtype": dtype}) 
 
 
 def legacy_type(dtype: Any) -> torch.dtype | None:
-    """Return the dtype of a type of torch.cuda, given as such or by name, None for anything else."""
+    """Return the dtype of a legacy type of torch.cuda or of its name; return None for anything else."""
     if isinstance(dtype, _Legacy):
         return dtype.dtype
     if isinstance(dtype, str) and dtype.startswith("torch.cuda."):

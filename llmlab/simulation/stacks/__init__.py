@@ -1,4 +1,4 @@
-"""Other stacks' own code on fake tensors: their models, what cuts them up, their loss and optimizer."""
+"""The code of other stacks on fake tensors: their models, sharding, losses and optimizers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Build = Callable[..., Step]
 
 
 def builder(spec: ModelSpec, run: Training) -> Build:
-    """Return what builds the step of `run` with its stack's own code, in the module here that has the stack's name; its
-    package is imported now, for real.
+    """Return the function that builds the step of `run` with the code of its stack, from the module here with the name
+    of the stack; the stack's package is really imported now.
 
-    Raises NotAvailable for an option that is not simulated, and without the package.
+    Raises NotAvailable for an option that is not simulated, and if the package is missing.
     """
     stack = stack_of(run)
     if not stack.has_package:
         raise NotAvailable(f"stack={stack.name!r} is not simulated; ask lab.estimate")
     version, project = KNOWN[stack.name][1], project_of(stack.name)
     how = f"pip install {project}=={version}"
-    if stack.name != "deepspeed":  # which is among the constraints
+    if stack.name != "deepspeed":  # DeepSpeed is in constraints.txt
         how += ", or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
     if find_spec(stack.name) is None:
         raise NotAvailable(f"simulating stack={stack.name!r} needs {project} {version}: {how}")
@@ -35,9 +35,9 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     if installed != version:
         is_installed = f"{installed} is installed"
         raise NotAvailable(f"simulating stack={stack.name!r} is tested with {version}, and {is_installed}: {how}")
-    own = import_module(f"{__name__}.{stack.name}")
+    module = import_module(f"{__name__}.{stack.name}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of packages that are not installed, as they are imported
+        warnings.simplefilter("ignore")  # about missing packages, during the import
         check(stack.name)
-        own.check(spec, run)
-    return own.build
+        module.check(spec, run)
+    return module.build

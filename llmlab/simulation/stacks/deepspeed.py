@@ -1,8 +1,8 @@
 """A step of DeepSpeed's engine on fake tensors: transformers' model, ZeRO's own optimizers, and its fused Adam.
 
-What is ours is the configuration and the loop, which is that of the project's getting started page: engine(...),
-engine.backward(loss), engine.step() for each micro-batch. The logits stay until the step is over, as in any loop that
-names the model's output.
+Only the configuration and the loop are ours. The loop is that of DeepSpeed's getting started page: engine(...),
+engine.backward(loss), engine.step() for each micro-batch. The logits stay alive until the step is over, as in any loop
+that assigns the model's output to a variable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...step.step import Enter, Step, ignore
 from ..devices import HOST
 
 OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion"}
-# Of its optimizers: the fp32 weights that they step, at stage 0, at stage 1 with sums in fp32, at 1 and 2, and at 3.
+# The fp32 weights of its optimizers: at stage 0, at stage 1 with fp32 accumulation, at stages 1 and 2, and at stage 3.
 MASTERS = (
     "fp32_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat",
 )  # fmt: skip
@@ -37,19 +37,19 @@ QUIET = ("DeepSpeed", "deepspeed")  # its loggers
 
 
 def check(spec: ModelSpec, run: Training) -> None:
-    """Raise NotAvailable for what is not simulated of DeepSpeed: nothing that a run of it can ask for."""
+    """Silence DeepSpeed's loggers; all options of a run with DeepSpeed are simulated."""
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _on_host(model: Any) -> None:
-    """Give the model memory where a script has it until the engine moves it to the card."""
+    """Materialize the model on the host, where a script has it until the engine moves it to the GPU."""
     materialize(model, HOST)
 
 
 @dataclass
 class DeepSpeedStep(Step):
-    """A step as DeepSpeedEngine takes it."""
+    """A training step of DeepSpeedEngine."""
 
     engine: Any = None
 
@@ -59,7 +59,7 @@ class DeepSpeedStep(Step):
         with _quiet():
             for number, ids in enumerate(self.inputs, 1):  # (B, T)
                 enter("forward")
-                output = None  # the last micro-batch's logits go before this one's forward
+                output = None  # free the previous logits before this forward pass
                 output = self.engine(input_ids=ids, labels=ids)
                 enter("backward", logits=output.logits)  # (B, T, V)
                 self.engine.backward(output.loss)
@@ -69,19 +69,19 @@ class DeepSpeedStep(Step):
         enter("optimizer")
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Return the tensors that live across phases, by part, ZeRO's flat ones too."""
-        parts, own = super().tensors(), self.engine.optimizer
+        """Return the tensors that live across phases, by part, including ZeRO's flat buffers."""
+        parts, optimizer = super().tensors(), self.engine.optimizer
         for name in MASTERS:
-            parts["optimizer"] += getattr(own, name, [])
+            parts["optimizer"] += getattr(optimizer, name, [])
         shards = [parameter.ds_tensor for parameter in self.parameters or () if hasattr(parameter, "ds_tensor")]
         parts["weights"] += shards  # of stage 3, and their gradients
-        parts["gradients"] += [own.grad_partitions_flat_buffer] if shards else []
+        parts["gradients"] += [optimizer.grad_partitions_flat_buffer] if shards else []
         return parts
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Say nothing of functions that a newer torch calls by other names, nor what memory bf16_optimizer.py prints."""
+    """Hide warnings about functions that newer torch renamed, and the memory that bf16_optimizer.py prints."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -90,7 +90,7 @@ def _quiet() -> Iterator[None]:
 def build(
     spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around
 ) -> DeepSpeedStep:
-    """Return the step of `run` on `device`; the process group is there already."""
+    """Return the step of `run` on `device`; the process group exists already."""
     model = build_model(spec, run, device, recomputing, shard=_on_host)
     stack = DeepSpeed.of(run)
     parameters = {"lr": LEARNING_RATE, **({"torch_adam": True} if stack.torch_adam else {})}
@@ -101,8 +101,8 @@ def build(
     initialize = symbol("deepspeed.initialize")
     with _quiet():
         if run.zero == 3:
-            # As transformers loads under such a configuration: each parameter is shared as soon as it is made. Without
-            # it the engine moves the whole model to the card first.
+            # transformers loads a model like this under such a configuration, and zero.Init shards it.
+            # Otherwise the engine would move the whole model to the GPU first.
             symbol("deepspeed.init_distributed")()
             symbol("deepspeed.zero.Init")(module=model, config_dict_or_path=settings)
         engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=settings)

@@ -1,7 +1,8 @@
 """A step of LitGPT on fake tensors: its GPT, its adapters, its chunked loss, and Fabric's precision around them.
 
-What is ours is the configuration and the loop, which follows fit() of its recipes (0.5.13, litgpt/finetune/full.py and
-lora.py): the logits have a name until the next micro-batch's, and gradients are set to None after the update.
+Only the configuration and the loop are ours. The loop follows fit() of its recipes (0.5.13, litgpt/finetune/full.py and
+lora.py): a variable keeps the logits alive until the next micro-batch replaces them, and gradients are set to None
+after the update.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ ADAPTERS = {  # LoRA's names
     "q_proj": "lora_query", "k_proj": "lora_key", "v_proj": "lora_value", "o_proj": "lora_projection",
     "gate_proj": "lora_mlp",
 }  # fmt: skip
-DEVICES = 8  # of a node
+DEVICES = 8  # per node
 LEARNING_RATE = 2e-5
 
 
 def check(spec: ModelSpec, run: Training) -> None:
-    """Raise NotAvailable for what is not simulated of LitGPT: nothing that a run of it can ask for."""
-    for name in ("lightning.fabric", "lightning.pytorch"):  # which tell of processes and cards
+    """Silence the loggers of Lightning; all options of a run with LitGPT are simulated."""
+    for name in ("lightning.fabric", "lightning.pytorch"):  # which log processes and GPUs
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @dataclass
 class LitStep(Step):
-    """A step as fit() of LitGPT's recipes takes it."""
+    """A training step of fit() in LitGPT's recipes."""
 
     fabric: Any = None
 
@@ -67,15 +68,16 @@ class LitStep(Step):
 
 
 def build(spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around) -> LitStep:
-    """Return the step of `run` on `device`, with LitGPT's own model, set up by Fabric as its recipes do."""
-    on_node = gcd(run.dp, DEVICES)
-    ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": run.dp, "LOCAL_WORLD_SIZE": on_node,
+    """Return the step of `run` on `device`, with LitGPT's own model, set up by Fabric as in its recipes."""
+    gpus_per_node = gcd(run.dp, DEVICES)
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": run.dp, "LOCAL_WORLD_SIZE": gpus_per_node,
              "MASTER_ADDR": "localhost", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": 1}  # fmt: skip
     torchrun = {name: str(value) for name, value in ranks.items()} if run.dp > 1 else {}
     with mock.patch.dict(os.environ, torchrun), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that FSDP keeps "a full-precision copy", of weights in bf16
+        # FSDP warns of "a full-precision copy" of the weights, which are in bf16 here.
+        warnings.simplefilter("ignore", UserWarning)
         fabric = symbol("lightning.fabric.Fabric")(
-            accelerator="cuda", devices=on_node, num_nodes=run.dp // on_node, strategy=_strategy(run),
+            accelerator="cuda", devices=gpus_per_node, num_nodes=run.dp // gpus_per_node, strategy=_strategy(run),
             precision="bf16-true",
         )  # fmt: skip
         fabric.launch()
@@ -85,8 +87,8 @@ def build(spec: ModelSpec, run: Training, device: torch.device, inputs: list[Ten
             symbol("litgpt.lora.mark_only_lora_as_trainable")(model)
         model = fabric.setup_module(model)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
-    given = [ids.to(device, copy=True) for ids in inputs]
-    return LitStep(run, device, model.train(), given, optimizer, parameters=list(model.parameters()), fabric=fabric)
+    batches = [ids.to(device, copy=True) for ids in inputs]
+    return LitStep(run, device, model.train(), batches, optimizer, parameters=list(model.parameters()), fabric=fabric)
 
 
 def _strategy(run: Training) -> Any:
@@ -106,7 +108,7 @@ def _strategy(run: Training) -> Any:
 
 
 def model_of(spec: ModelSpec, run: Training) -> Any:
-    """Return LitGPT's Llama of the sizes of `spec`, for sequences of `run` (its recipes cut the table of positions)."""
+    """Return LitGPT's Llama with the sizes of `spec`; the table of positions has the length of the run's sequences."""
     sizes: dict[str, Any] = dict(
         n_layer=spec.layers, n_embd=spec.hidden, n_head=spec.heads, n_query_groups=spec.kv_heads,
         head_size=spec.head_dim, intermediate_size=spec.intermediate, vocab_size=spec.vocab,

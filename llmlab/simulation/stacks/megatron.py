@@ -1,9 +1,9 @@
 """A step of Megatron-LM on fake tensors: megatron-core's GPT of its own layers, its gradient buffers, its optimizer and
 its pipeline schedules, on one rank of many.
 
-What is ours is the configuration and the loop, which follow Megatron-LM's pretrain_gpt.py and train_step
-(megatron/training/training.py). Of kernels that are compiled for a card there is what they allocate: Apex's softmax
-writes its backward in place, its Adam has no temporaries, and its LayerNorm keeps what PyTorch's keeps.
+Only the configuration and the loop are ours; they follow Megatron-LM's pretrain_gpt.py and train_step
+(megatron/training/training.py). Kernels that are compiled for a GPU are replaced by their allocations: Apex's softmax
+computes its backward in place, its Adam has no temporaries, and its LayerNorm saves the same tensors as PyTorch's.
 
     b  micro_batch    s  seq_len
 """
@@ -36,13 +36,13 @@ from ..streams import nothing
 
 CORE = "megatron.core."
 SCHEDULES = CORE + "pipeline_parallel.schedules"
-# Imported where no card is simulated: what is imported there keeps names of it.
+# Imported before a GPU is simulated, because modules imported later would keep patched names.
 MODULES = ("distributed", "models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel", "transformer.module")
 ACTIVATIONS = {"gelu_new": F.gelu, "silu": F.silu}
 
 
 def check(spec: ModelSpec, run: Training) -> None:
-    """Raise NotAvailable for what is not simulated of Megatron-LM; import what the step calls."""
+    """Raise NotAvailable for options of Megatron-LM that are not simulated; import the modules that the step calls."""
     stack = Megatron.of(run)
     see = "ask lab.estimate"
     if stack.deepspeed:
@@ -56,8 +56,8 @@ def check(spec: ModelSpec, run: Training) -> None:
     kernels = {"use_precision_aware_optimizer": "Transformer Engine's Adam", "distributed_fused_adam": "Apex's Adam",
                "defer_embedding_wgrad_compute": "Apex's fused weight gradient"}  # fmt: skip
     for option, whose in kernels.items():
-        if given := getattr(stack, option):
-            raise NotAvailable(f"{option}={given!r}: simulate has no {whose}, a kernel that needs a GPU: leave it out, "
+        if value := getattr(stack, option):
+            raise NotAvailable(f"{option}={value!r}: simulate has no {whose}, a kernel that needs a GPU: leave it out, "
                                f"or {see}")  # fmt: skip
     if stack.cuda_graph_impl:
         raise NotAvailable(f"cuda_graph_impl={stack.cuda_graph_impl!r}: simulate has no CUDA graphs, which use a "
@@ -68,19 +68,19 @@ def check(spec: ModelSpec, run: Training) -> None:
     if spec.activation not in ACTIVATIONS:
         raise NotAvailable(f"simulate has no activation {spec.activation!r} with stack='megatron'; {see}")
     if spec.kv_heads % run.tp:
-        given = f"tp={run.tp} does not divide {spec.name}'s {spec.kv_heads} key-value heads"
-        raise NotAvailable(f"simulate with stack='megatron': {given}; {see}")
+        problem = f"tp={run.tp} does not divide {spec.name}'s {spec.kv_heads} key-value heads"
+        raise NotAvailable(f"simulate with stack='megatron': {problem}; {see}")
     if spec.layers % run.pp and (spec.layers + 2) % run.pp:
-        given = f"pp={run.pp} divides neither {spec.name}'s {spec.layers} layers nor these with embedding and head"
-        raise NotAvailable(f"simulate with stack='megatron': {given}; {see}")
+        problem = f"pp={run.pp} divides neither {spec.name}'s {spec.layers} layers nor these with embedding and head"
+        raise NotAvailable(f"simulate with stack='megatron': {problem}; {see}")
     for name in MODULES:
         symbol(CORE + name)
 
 
 @dataclass
 class MegatronStep(Step):
-    """A step as Megatron-LM's train_step takes it. `chunks`: the parts of the model on this rank, each with its
-    gradient buffers; `own`: Megatron's optimizer around torch's."""
+    """A training step of Megatron-LM's train_step. `chunks` are the parts of the model on this rank, each with its
+    gradient buffers; `own` is Megatron's optimizer, which wraps torch's."""
 
     chunks: list[Any] = field(default_factory=list)
     own: Any = None
@@ -106,7 +106,7 @@ class MegatronStep(Step):
             return backward(*args, **kwargs)
 
         data = [self._batches(chunk) for chunk in self.chunks]
-        # moe_utils.py asks for this name of Transformer Engine's also where that is not installed.
+        # moe_utils.py reads this name of Transformer Engine even if that is not installed.
         no_te = mock.patch(CORE + "transformer.moe.moe_utils.te_general_gemm", None, create=True)
         with mock.patch(SCHEDULES + ".backward_step", backward_step), _apex(run), no_te:
             symbol(CORE + "pipeline_parallel.get_forward_backward_func")()(
@@ -119,35 +119,36 @@ class MegatronStep(Step):
         enter("optimizer")
 
     def _batches(self, chunk: Any) -> Iterator[dict[str, Tensor | None]]:
-        """Yield what get_batch of pretrain_gpt.py gives a chunk: nothing to those in the middle of the model."""
-        of_chunk = symbol(CORE + "utils.get_attr_wrapped_model")
-        first, last = (of_chunk(chunk, end) for end in ("pre_process", "post_process"))
+        """Yield the result of get_batch of pretrain_gpt.py for a chunk: chunks in the middle of the model get no
+        tensors."""
+        attribute = symbol(CORE + "utils.get_attr_wrapped_model")
+        first, last = (attribute(chunk, end) for end in ("pre_process", "post_process"))
         for ids in self.inputs:  # (b, s)
             b, s = ids.shape
-            made = partial(torch.empty, device="cuda")
-            mask = made(b, 1, s, s, dtype=torch.bool) if (first or last) else None
+            empty = partial(torch.empty, device="cuda")
+            mask = empty(b, 1, s, s, dtype=torch.bool) if (first or last) else None
             tokens, positions, labels = (
-                made(b, s, dtype=torch.int64) if at else None for at in (first, first, last)
+                empty(b, s, dtype=torch.int64) if needed else None for needed in (first, first, last)
             )
             yield {"tokens": tokens, "positions": positions, "labels": labels, "mask": mask,
-                   "loss_mask": made(b, s) if last else None}  # fmt: skip
+                   "loss_mask": empty(b, s) if last else None}  # fmt: skip
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Return the tensors that live across phases, by part, the gradient buffers too."""
+        """Return the tensors that live across phases, by part, including the gradient buffers."""
         parts = super().tensors()
         for chunk in self.chunks:
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                 parts["gradients"].append(buffer.grad_data)
-        first, *others = _steppers(self.own)
-        for stepper in (first, *others):
-            parts["optimizer"] += [master for group in stepper.param_groups for master in group["params"]]
-        for stepper in others:  # of experts
-            parts["optimizer"] += [moment for state in stepper.state.values() for moment in state.values()]
+        first, *expert_optimizers = _steppers(self.own)
+        for optimizer in (first, *expert_optimizers):
+            parts["optimizer"] += [master for group in optimizer.param_groups for master in group["params"]]
+        for optimizer in expert_optimizers:
+            parts["optimizer"] += [moment for state in optimizer.state.values() for moment in state.values()]
         return parts
 
 
 def _forward(batch: dict[str, Tensor | None], chunk: Any) -> tuple[Tensor, Callable]:
-    """Return a chunk's output, and what makes the loss of it: loss_func of pretrain_gpt.py."""
+    """Return the output of a chunk, and the function that computes its loss: loss_func of pretrain_gpt.py."""
     out = chunk(batch["tokens"], batch["positions"], batch["mask"], labels=batch["labels"])
     return out, partial(_loss, batch["loss_mask"])
 
@@ -211,7 +212,7 @@ def transformer_config(spec: ModelSpec, run: Training) -> Any:
 
 
 def _experts(spec: ModelSpec, run: Training) -> dict[str, Any]:
-    """Return what Megatron's configuration has of experts, each filled to its capacity."""
+    """Return the options of Megatron's configuration for experts, each of which is filled to its capacity."""
     if not spec.experts:
         return {}
     return {
@@ -224,9 +225,10 @@ def _experts(spec: ModelSpec, run: Training) -> dict[str, Any]:
 
 
 def _chunks(spec: ModelSpec, run: Training, config: Any) -> list[Any]:
-    """Return the parts of the model on this rank, in half precision, each in Megatron's DistributedDataParallel."""
+    """Return the parts of the model on this rank, in half precision, each wrapped in Megatron's
+    DistributedDataParallel."""
     stack, distributed = Megatron.of(run), symbol(CORE + "distributed")
-    ends = [symbol(f"{CORE}parallel_state.is_pipeline_{end}_stage") for end in ("first", "last")]
+    edge_checks = [symbol(f"{CORE}parallel_state.is_pipeline_{name}_stage") for name in ("first", "last")]
     layer = symbol(CORE + "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec")(
         spec.experts or None, normalization=config.normalization
     )
@@ -240,7 +242,7 @@ def _chunks(spec: ModelSpec, run: Training, config: Any) -> list[Any]:
     chunks = []
     for number in range(run.virtual_stages):
         part = number if run.virtual_stages > 1 else None
-        first, last = (end(ignore_virtual=False, vp_stage=part) for end in ends)
+        first, last = (is_edge(ignore_virtual=False, vp_stage=part) for is_edge in edge_checks)
         with mock.patch(CORE + "transformer.transformer_block.LayerNormImpl", _Norm):
             gpt = symbol(CORE + "models.gpt.GPTModel")(
                 config, layer, vocab, spec.max_positions, pre_process=first, post_process=last, vp_stage=part,
@@ -253,7 +255,7 @@ def _chunks(spec: ModelSpec, run: Training, config: Any) -> list[Any]:
 
 
 def _optimizer(run: Training, chunks: list[Any]) -> Any:
-    """Return Megatron's optimizer, of fp32 weights and moments, around a fused Adam."""
+    """Return Megatron's optimizer with fp32 weights and moments, which wraps a fused Adam."""
     half = DTYPES[run.compute_dtype]
     settings = symbol(CORE + "optimizer.OptimizerConfig")(
         optimizer="adam", lr=LEARNING_RATE, clip_grad=1.0, fp16=half is torch.float16, bf16=half is torch.bfloat16,
@@ -265,7 +267,7 @@ def _optimizer(run: Training, chunks: list[Any]) -> Any:
 
 
 def _steppers(own: Any) -> list[Any]:
-    """Return torch's optimizers in Megatron's: experts that are spread have one of their own."""
+    """Return torch's optimizers in Megatron's; experts that are distributed over ranks have a separate one."""
     return [chained.optimizer for chained in getattr(own, "chained_optimizers", [own])]
 
 
@@ -275,7 +277,7 @@ def _fused_adam(params: Any, adam_w_mode: bool = True, **settings: Any) -> torch
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Say nothing of what megatron-core calls deprecated, nor of functions that a newer torch has by other names."""
+    """Hide deprecation warnings of megatron-core, and warnings about functions that newer torch renamed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.simplefilter("ignore", FutureWarning)
@@ -283,7 +285,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Norm:
-    """PyTorch's norm in the place of Apex's, which knows sequence parallelism. Megatron's specs take classes."""
+    """PyTorch's norm with the sequence-parallel attribute of Apex's; a class, because Megatron's specs require one."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> nn.Module:  # type: ignore[misc]
         norm = (nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm)(hidden_size, eps)
@@ -294,8 +296,8 @@ class _Norm:
 
 @contextmanager
 def _apex(run: Training) -> Iterator[None]:
-    """Let a step of `run` find functions in the place of Apex's kernels: of softmax, which fusions/fused_softmax.py
-    imports as it calls them, and what scales gradients in place, or as it copies main weights of fp16 ones to these."""
+    """Replace Apex's kernels during a step of `run`: the softmax that fusions/fused_softmax.py imports when it calls
+    it, and the function that scales gradients in place and copies fp32 weights to fp16 weights."""
     if not Megatron.of(run).apex:
         yield
         return
@@ -303,8 +305,8 @@ def _apex(run: Training) -> Iterator[None]:
     causal.forward = lambda scores, scale: torch.empty_like(scores)  # type: ignore[attr-defined]
     causal.backward = lambda gradient, softmax, scale: gradient  # type: ignore[attr-defined]
     masked.get_batch_per_block = lambda *sizes: 1  # type: ignore[attr-defined]
-    made = {mask.__name__: mask for mask in (causal, masked)}
-    sys.modules.update(made)
+    replacements = {mask.__name__: mask for mask in (causal, masked)}
+    sys.modules.update(replacements)
     try:
         scale = "multi_tensor_scale_impl"
         with mock.patch(f"{CORE}optimizer.clip_grads.{scale}", nothing), mock.patch(
@@ -312,5 +314,5 @@ def _apex(run: Training) -> Iterator[None]:
         ):
             yield
     finally:
-        for name in made:
+        for name in replacements:
             del sys.modules[name]

@@ -1,8 +1,8 @@
-"""A step of torchtune on fake tensors: its Llama, what checkpoints and shards it, its loss, its optimizer.
+"""A step of torchtune on fake tensors: its Llama, its checkpointing and sharding, its loss, its optimizer.
 
-What is ours is the configuration and the loop, which follows the train() of its recipes (0.6.1): gradients are scaled
-by the number of tokens in place, and set to None after the update; with the optimizer in backward a parameter is
-updated, and its gradient dropped, as soon as it is there.
+Only the configuration and the loop are ours. The loop follows train() of its recipes (0.6.1): gradients are scaled in
+place by the number of tokens, and set to None after the update. With the optimizer in backward, a parameter is updated
+and its gradient freed as soon as the gradient is computed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PAGED_FROM = 1e5  # elements: bitsandbytes/optim/optimizer.py, get_state_buffer
 
 
 def check(spec: ModelSpec, run: Training) -> None:
-    """Raise NotAvailable for what is not simulated of torchtune."""
+    """Raise NotAvailable for options of torchtune that are not simulated."""
     stack = Torchtune.of(run)
     options = {
         f"quantization='nf4', dp={run.dp}": run.quantization and run.dp > 1,
         "packed=True": stack.packed,
-        # bitsandbytes' kernel takes no DTensor, which FSDP2's parameters are: it raises RuntimeError.
+        # bitsandbytes raises RuntimeError for DTensors, and FSDP2's parameters are DTensors.
         f"optimizer='adamw-8bit', dp={run.dp}": run.optimizer == "adamw-8bit" and run.dp > 1,
     }
     for what, value in options.items():
@@ -49,11 +49,11 @@ def check(spec: ModelSpec, run: Training) -> None:
 
 @dataclass
 class TuneStep(Step):
-    """A step as torchtune's recipes take it."""
+    """A training step of torchtune's recipes."""
 
     loss_function: Any = None
     around_model: Callable[[], AbstractContextManager] = field(default=nullcontext, repr=False)
-    in_backward: list[torch.optim.Optimizer] = field(default_factory=list)  # one of each parameter
+    in_backward: list[torch.optim.Optimizer] = field(default_factory=list)  # one per parameter
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step, as train() and _loss_step() do."""
@@ -80,8 +80,9 @@ class TuneStep(Step):
             self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Return the tensors that live across phases, by part, the states of optimizers that step in backward too."""
-        states = [value for one in self.in_backward for state in one.state.values() for value in state.values()]
+        """Return the tensors that live across phases, by part, including states of optimizers that step in backward."""
+        optimizers = self.in_backward
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         parts = super().tensors()
         tensors = [local(state) for state in states if isinstance(state, Tensor)]
         return parts | {"optimizer": parts["optimizer"] + tensors}
@@ -90,10 +91,10 @@ class TuneStep(Step):
 def build(
     spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around
 ) -> TuneStep:
-    """Return the step of `run` on `device`, with torchtune's own model; a process group is there already."""
+    """Return the step of `run` on `device`, with torchtune's own model; the process group exists already."""
     stack = Torchtune.of(run)
     sharded = run.dp > 1
-    # Its recipes make the model where it stays, and NF4Tensor is made of a weight that is there.
+    # The recipes create the model on its final device, and NF4Tensor needs an existing weight.
     place = device if run.quantization else torch.device("meta")
     with symbol("torchtune.training.set_default_dtype")(DTYPES[run.precision]), place, _unscaled():
         model = model_of(spec, run)
@@ -106,8 +107,8 @@ def build(
         layer = symbol("torchtune.modules.TransformerSelfAttentionLayer")
         symbol("torchtune.training.set_activation_checkpointing")(model, auto_wrap_policy={layer})
     if sharded:
-        alone = ["tok_embeddings", "output"] if stack.own_head(run) and not spec.tied else []
-        _shard(model, run, alone)
+        extra_units = ["tok_embeddings", "output"] if stack.own_head(run) and not spec.tied else []
+        _shard(model, run, extra_units)
     if not run.quantization:
         nn.Module.to_empty(model, device=device)
         with torch.no_grad():
@@ -115,7 +116,7 @@ def build(
                 parameter.zero_()
     for module in {module for module in model.modules() if hasattr(module, "rope_init")}:
         with device, _unscaled():
-            module.rope_init()  # the table of positions is no part of a checkpoint
+            module.rope_init()  # a checkpoint does not contain the table of positions
     loss = symbol("torchtune.modules.loss.CEWithChunkedOutputLoss")
     function = loss(stack.num_output_chunks) if stack.num_output_chunks else nn.CrossEntropyLoss()
     if run.compile:
@@ -133,13 +134,13 @@ def build(
 
 
 def _unscaled() -> AbstractContextManager:
-    """Leave out how the table of positions is scaled, number by number on the host: it changes no memory."""
+    """Skip the scaling of the position table, which loops over numbers on the host and changes no memory."""
     name = "torchtune.models.llama3_1._position_embeddings.Llama3ScaledRoPE"
     return mock.patch.object(symbol(name), "apply_scaling", lambda self, frequencies, *how: frequencies)
 
 
 def model_of(spec: ModelSpec, run: Training) -> Any:
-    """Return torchtune's Llama of the sizes of `spec`: of 3.2, whose head can be tied, or of 3.1."""
+    """Return torchtune's Llama with the sizes of `spec`: Llama 3.2 if the head is tied, else Llama 3.1."""
     sizes: dict[str, Any] = dict(
         vocab_size=spec.vocab, num_layers=spec.layers, num_heads=spec.heads, num_kv_heads=spec.kv_heads,
         embed_dim=spec.hidden, max_seq_len=max(run.seq_len, spec.config.get("max_position_embeddings", 0)),
@@ -160,13 +161,14 @@ def model_of(spec: ModelSpec, run: Training) -> Any:
     )
 
 
-def _shard(model: nn.Module, run: Training, alone: list[str]) -> None:
-    """Cut the model up as the distributed recipes do, over all data-parallel ranks; `alone` are units beside blocks."""
+def _shard(model: nn.Module, run: Training, extra_units: list[str]) -> None:
+    """Shard the model over all data-parallel ranks, as the distributed recipes do; `extra_units` are units besides the
+    blocks."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (run.dp,), mesh_dim_names=("dp",))
     conditions = symbol("torchtune.training.get_shard_conditions")
     symbol("torchtune.training.shard_model")(
         model=model,
-        shard_conditions=[partial(conditions, names_to_match=alone)],
+        shard_conditions=[partial(conditions, names_to_match=extra_units)],
         cpu_offload=False,
         reshard_after_forward=run.zero == 3,
         dp_mesh=mesh,
@@ -174,7 +176,7 @@ def _shard(model: nn.Module, run: Training, alone: list[str]) -> None:
 
 
 def _offloading(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return what makes torchtune's context in which kept tensors go to the host, and come back to "cuda" by name."""
+    """Return torchtune's context that offloads saved tensors to the host and loads them back to "cuda"."""
     manager = symbol("torchtune.training.get_act_offloading_ctx_manager")(model, True)
 
     @contextmanager
@@ -186,7 +188,7 @@ def _offloading(model: nn.Module, device: torch.device) -> Callable[[], Abstract
 
 
 class _Torch:
-    """torch, whose tensors on the host take no memory of the card."""
+    """The torch module, except that `empty_like` returns a host tensor without GPU memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -199,27 +201,27 @@ class _Torch:
 
 
 class _OnHost:
-    """A tensor that went to the host, and comes back."""
+    """A tensor that was offloaded to the host, and can be loaded back."""
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, device
 
     def copy_(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: no bytes depend on values."""
+        """Copy nothing, because no memory depends on values."""
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def _add_optimizer(step: TuneStep, stack: Torchtune) -> None:
-    """Give the step its optimizer, or every parameter one that steps in backward."""
+    """Add the optimizer to the step, or an optimizer per parameter that steps in backward."""
     make = partial(_optimizer, step.run)
     if not stack.steps_in_backward(step.run):
         step.optimizer = make([parameter for parameter in step.model.parameters() if parameter.requires_grad])
         return
-    each = {parameter: make([parameter]) for parameter in step.model.parameters()}
-    step.in_backward = list(each.values())
-    symbol("torchtune.training.register_optim_in_bwd_hooks")(model=step.model, optim_dict=each)
+    optimizers = {parameter: make([parameter]) for parameter in step.model.parameters()}
+    step.in_backward = list(optimizers.values())
+    symbol("torchtune.training.register_optim_in_bwd_hooks")(model=step.model, optim_dict=optimizers)
 
 
 def _optimizer(run: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -233,8 +235,8 @@ def _optimizer(run: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimize
 
 
 def _paged(optimizer: Any) -> torch.optim.Optimizer:
-    """Let large states take no memory of PyTorch's allocator: they lie in the driver's (bitsandbytes/functional.py,
-    get_paged, which takes a CUDA device)."""
+    """Let large states use no memory of PyTorch's allocator, because the driver holds them (bitsandbytes/functional.py,
+    get_paged, which needs a CUDA device)."""
     unpaged = optimizer.get_state_buffer
 
     def buffer(parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

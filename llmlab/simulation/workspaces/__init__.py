@@ -1,4 +1,4 @@
-"""Workspaces: what kernels allocate besides their outputs, a function per kernel; to import this registers them all."""
+"""Workspaces: the memory that kernels allocate in addition to their outputs. Importing this package registers them."""
 
 from . import (  # noqa: F401
     attention,

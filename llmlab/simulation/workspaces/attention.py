@@ -1,4 +1,4 @@
-"""Workspaces of attention: FlashAttention's split keys and wide gradients, and the memory-efficient kernels' sums.
+"""Workspaces of attention: FlashAttention's split keys and fp32 gradients, and the memory-efficient kernels' sums.
 
 (torch 2.13, aten/src/ATen/native/transformers/cuda)
 
@@ -25,20 +25,20 @@ def _tiles(size: int, tile: int) -> int:
 
 
 def _deterministic() -> bool:
-    """Whether torch.use_deterministic_algorithms is on, and does more than warn."""
+    """Return whether torch.use_deterministic_algorithms is on, and does more than warn."""
     return torch.get_deterministic_debug_mode() == 2
 
 
 def _efficient_outputs(op: Operator) -> tuple[Tensor, ...]:
-    """attention.cu, _efficient_attention_forward: seed and offset of the dropout are on the host."""
+    """attention.cu, _efficient_attention_forward: the seed and the offset of dropout are on the host."""
     out, logsumexp, *_ = op.run()
     return out, logsumexp, *(torch.empty((), dtype=torch.int64, device=HOST) for _ in range(2))
 
 
 @workspace(aten._scaled_dot_product_efficient_attention, source=f"{EFFICIENT}/kernel_forward.h")
 def efficient_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """kNeedsOutputAccumulatorBuffer: (B, T, H, Dv) in fp32. Half kernels keep up to 128 columns of the output in
-    registers; fp32 ones accumulate in the output itself."""
+    """kNeedsOutputAccumulatorBuffer: (B, T, H, Dv) in fp32. Half-precision kernels keep up to 128 columns of the output
+    in registers, and fp32 kernels accumulate in the output itself."""
     yield Outputs(fake=_efficient_outputs)
     query, columns = op.query, op.value.shape[-1]
     if query.element_size() == 2 and columns > 128:
@@ -47,9 +47,9 @@ def efficient_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten._scaled_dot_product_efficient_attention_backward, source=f"{EFFICIENT}/kernel_backward.h")
 def efficient_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """delta, and Params::workspace_size: dQ is summed in fp32 in tiles of 64 × 64 with 16 B of locks each; dK and dV
-    too where a tile does not fit the registers, once for each part that the keys are split in, which are fewer the more
-    heads there are in the batch (attention_backward.cu, num_splits_key), and one to be deterministic."""
+    """delta, and Params::workspace_size: dQ is summed in fp32 in tiles of 64 × 64, each with 16 B of locks. If a tile
+    does not fit the registers, dK and dV are summed in fp32 too, once for each part into which the keys are split. The
+    more heads a batch has, the fewer the parts (attention_backward.cu, num_splits_key); deterministic mode uses one."""
     yield OUTPUTS
     (B, H, T, D), S, Dv = op.query.shape, op.key.shape[2], op.value.shape[3]
     half = op.query.dtype in (torch.float16, torch.bfloat16)
@@ -64,9 +64,10 @@ def efficient_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 
 def _backward_rows(width: int, half: bool, dropout: float, capability: tuple[int, int]) -> int:
-    """Return kBlockSizeI, the rows of a tile, of the first kernel for heads of `width` whose shared memory a block has
-    (kernels/generate_kernels.py, BwdKernel): 128 for wide heads, whose gradients a half kernel then keeps in registers,
-    but on cards with less of it, sm_75 and those of 99 KiB; of these sm_86 and sm_89 have one for heads of up to 96."""
+    """Return kBlockSizeI, the rows of a tile, of the first kernel for heads of `width` that fits the shared memory of a
+    block (kernels/generate_kernels.py, BwdKernel). Wide heads use 128 rows, and half-precision kernels then keep the
+    gradients in registers. GPUs with less shared memory (sm_75, and those with 99 KiB) use 64 rows, except that sm_86
+    and sm_89 have a kernel of 128 rows for heads of up to 96."""
     if width <= 64 or capability < (7, 0) or capability == (7, 5):
         return 64
     if not half:
@@ -77,33 +78,33 @@ def _backward_rows(width: int, half: bool, dropout: float, capability: tuple[int
 
 
 def kv_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
-    """num_splits_heuristic: in how many parts the keys are split where `blocks`, the batch's heads times its tiles of
-    64 queries, leave multiprocessors idle (of which two thread blocks share one): the fewest that keep them as busy as
-    85 % of the best."""
+    """num_splits_heuristic: return the number of parts into which the keys are split. They are split if `blocks`, the
+    heads of the batch times the tiles of 64 queries, leave multiprocessors idle, each of which runs two thread blocks.
+    The smallest number of parts wins whose utilization reaches 85 % of the best."""
     slots = 2 * multiprocessors
     if blocks >= 0.8 * slots:
         return 1
     most = min(128, slots, key_blocks)
-    # As many key blocks per part as with one part fewer: no use.
+    # A number of parts is useless if one part fewer has as many key blocks per part.
     useful = [n for n in range(1, most + 1) if n == 1 or _tiles(key_blocks, n) != _tiles(key_blocks, n - 1)]
     busy = {n: blocks * n / slots / _tiles(blocks * n, slots) for n in useful}
     return next((n for n in useful if busy[n] >= 0.85 * max(busy.values())), 1)
 
 
 def _columns(D: int) -> int:
-    """head_size_rounded: a head's columns in a kernel's buffers, in multiples of 32, of 64 for wide heads."""
+    """head_size_rounded: the columns of a head in a kernel's buffers, a multiple of 32, or of 64 for wide heads."""
     return _tiles(D, 32) * 32 if D <= 128 else _tiles(D, 64) * 64
 
 
 @workspace(aten._scaled_dot_product_flash_attention, source=FLASH)
 def flash_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """mha_fwd and set_params_splitkv: of split keys each part's log-sum-exp and output in fp32."""
+    """mha_fwd and set_params_splitkv: if the keys are split, the log-sum-exp and the output of each part in fp32."""
     yield OUTPUTS
-    if op.dropout_p:  # FlashAttention never splits keys then
+    if op.dropout_p:  # with dropout FlashAttention never splits keys
         return
-    (B, H, T, D), (_, shared, S, _) = op.query.shape, op.key.shape
-    if T == 1 and shared < H:  # the queries that share keys become rows of one head
-        T, H = H // shared, shared
+    (B, H, T, D), (_, kv_heads, S, _) = op.query.shape, op.key.shape
+    if T == 1 and kv_heads < H:  # the queries that share keys become rows of one head
+        T, H = H // kv_heads, kv_heads
     key_blocks = _tiles(S, 256 if D <= 64 else 128 if D <= 128 else 64)
     splits = kv_splits(B * H * _tiles(T, 64), gpu.sms, key_blocks)
     if splits > 1:
@@ -113,15 +114,15 @@ def flash_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten._scaled_dot_product_flash_attention_backward, source=FLASH)
 def flash_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """mha_bwd: the softmax's row sums, dQ summed in fp32, both with rows rounded up to 128 and heads to 32 or 64; dK
-    and dV of each query head where heads share keys. Under torch.use_deterministic_algorithms, unless it only warns
-    (attention_backward.cu), a head's blocks of keys add to a dQ each, of which there are as many as multiprocessors
-    need to be busy."""
+    """mha_bwd: the softmax's row sums, and dQ summed in fp32, both with rows rounded up to 128 and heads to 32 or 64.
+    If heads share keys, dK and dV of each query head too. Under torch.use_deterministic_algorithms, unless it only
+    warns (attention_backward.cu), the blocks of keys of a head add to several copies of dQ, as many as keep the
+    multiprocessors busy."""
     yield OUTPUTS
-    (B, H, T, D), (_, shared, S, _) = op.query.shape, op.key.shape
+    (B, H, T, D), (_, kv_heads, S, _) = op.query.shape, op.key.shape
     rows = _tiles(T, 128) * 128
     yield 4 * B * H * rows
     yield 4 * B * rows * H * _columns(D) * (_tiles(gpu.sms, B * H) if _deterministic() else 1)
-    if shared != H:
+    if kv_heads != H:
         gradient = B * S * H * D * op.key.element_size()
         yield from (gradient, gradient)

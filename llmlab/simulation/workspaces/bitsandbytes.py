@@ -1,6 +1,6 @@
-"""Workspaces of bitsandbytes: backends/cuda/ops.py, and backends/default/ops.py where CUDA has no kernel of its own.
+"""Workspaces of bitsandbytes: backends/cuda/ops.py, and backends/default/ops.py for operators without a CUDA kernel.
 
-    M  tokens    K  inputs of a linear    N  its outputs
+    M  tokens    K  inputs of a linear layer    N  its outputs
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ CUDA, DEFAULT = "bitsandbytes/backends/cuda/ops.py", "bitsandbytes/backends/defa
 
 @cache
 def multiplies_packed(gpu: GPU, dtype: torch.dtype, rows: int, shape: tuple[int, int], blocksize: int) -> bool:
-    """Whether `gpu` multiplies `rows` of `dtype` with a packed weight of `shape` (N, K) in one kernel; else it unpacks
-    the weight first. bitsandbytes' own rule (backends/cuda/ops.py, gemm_4bit), by architecture, multiprocessors and
-    shape: on a T4 up to 32 to 320 rows."""
+    """Return whether `gpu` multiplies `rows` of `dtype` by a packed weight of `shape` (N, K) in one kernel; else it
+    unpacks the weight first. The rule is that of bitsandbytes (backends/cuda/ops.py, gemm_4bit), and depends on
+    architecture, multiprocessors and shape. On a T4 the limit lies between 32 and 320 rows."""
     rule, (N, K) = _rule_of_bitsandbytes(), shape
     if rows > rule["_gemm_4bit_custom_max_m"] or K % blocksize:
         return False
-    assert gpu.compute_capability  # an NVIDIA card has one
+    assert gpu.compute_capability  # every NVIDIA GPU has one
     return rule["_gemm_4bit_use_custom_cuda"]((gpu.sms, *gpu.compute_capability), dtype, rows, N, K)
 
 
 @cache
 def _rule_of_bitsandbytes() -> dict[str, Any]:
-    """Return the rule's function and constants, cut out of their module, which would register kernels for CUDA. The
-    rule hands its device's index to _gpu_dispatch_props, and so is given the answer of that function instead."""
+    """Return the function and the constants of the rule. They are cut out of their module, because importing it would
+    register kernels for CUDA. The rule passes a device index to _gpu_dispatch_props; here that function returns its
+    argument, so a caller passes the properties themselves."""
     names = ("_gemm_4bit_use_custom_cuda", "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m")
     module = find_spec("bitsandbytes.backends.cuda.ops")
     assert module and module.origin
@@ -51,7 +52,7 @@ def _rule_of_bitsandbytes() -> dict[str, Any]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
         if name in names:
-            attributes.setdefault(name, node)  # the first limit is CUDA's, the other ROCm's
+            attributes.setdefault(name, node)  # the first limit is for CUDA, the second for ROCm
     if missing := set(names) - attributes.keys():
         raise NotAvailable(
             f"bitsandbytes {installed('bitsandbytes')} has no {', '.join(sorted(missing))}, of which it is read when "
@@ -65,8 +66,8 @@ def _rule_of_bitsandbytes() -> dict[str, Any]:
 
 @workspace("bitsandbytes::gemm_4bit", source=CUDA)
 def gemm_4bit(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """_dequant_linear_fallback: the whole weight in A's dtype; before it, of double quantization, the scales in fp32,
-    and with the offset. Then F.linear, which with a bias goes through cuBLASLt."""
+    """_dequant_linear_fallback: the whole weight in A's dtype. With double quantization the scales in fp32 come first,
+    without and with the offset. F.linear follows, which uses cuBLASLt if there is a bias."""
     A, (N, K) = op.A, op.shapeB
     if multiplies_packed(gpu, A.dtype, A.numel() // A.shape[-1], (N, K), op.blocksize):
         yield from contiguous_copies(A)
@@ -88,7 +89,7 @@ def quantize(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 
 def _int8_values(op: Operator) -> tuple[Tensor, Tensor, Tensor | None]:
-    """int8 values and a scale per row. That no value reaches `threshold` is an assumption."""
+    """Return int8 values and a scale per row; we assume that no value reaches `threshold`."""
     A = op.A
     outlier_columns = A.new_empty(0, dtype=torch.int64) if op.threshold else None
     scales = A.new_empty(A.numel() // A.shape[-1], dtype=torch.float32)
@@ -97,14 +98,14 @@ def _int8_values(op: Operator) -> tuple[Tensor, Tensor, Tensor | None]:
 
 @workspace("bitsandbytes::int8_vectorwise_quant", source=CUDA)
 def int8_quantize(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """The scales first, then the values; `A.abs() >= threshold`."""
+    """The scales are allocated first, then the values; `A.abs() >= threshold` needs two temporaries."""
     yield Outputs(order=(1, 0, 2), fake=_int8_values)
     if op.threshold:
         yield from (nbytes(op.A), op.A.numel())
 
 
-def _int8_product(op: Operator) -> tuple[Tensor, Tensor]:
-    """int8_mixed_scaled_mm without outliers: (M, N), and no columns of A."""
+def _int8_matmul_outputs(op: Operator) -> tuple[Tensor, Tensor]:
+    """int8_mixed_scaled_mm without outliers: the result (M, N), and no columns of A."""
     return op.A.new_empty((*op.CA.shape[:-1], op.CB.shape[0])), op.A.new_empty(0)
 
 
@@ -113,22 +114,22 @@ def _int8_elements(op: Operator) -> int:
 
 
 @workspace("bitsandbytes::int8_mixed_scaled_mm", source=CUDA)
-def int8_product(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """int8_linear_matmul: the product in int32, by a cuBLASLt handle of bitsandbytes' own, which allocates nothing.
-    int8_mm_dequant: in fp16, cast after that where it is not wanted."""
+def int8_matmul(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """int8_linear_matmul: the result in int32, by bitsandbytes' own cuBLASLt handle, which allocates nothing.
+    int8_mm_dequant: the result in fp16, which is cast afterwards if A has another dtype."""
     yield _int8_elements(op) * 4
     if op.A.dtype != torch.float16:
         yield _int8_elements(op) * 2
-    yield Outputs(fake=_int8_product)
+    yield Outputs(fake=_int8_matmul_outputs)
 
 
-# ---- the CPU's
+# ---- on a CPU
 
 
 @workspace("bitsandbytes::quantize_4bit", source=DEFAULT, table=CPU_WORKSPACES)
 def cpu_quantize_4bit(op: Operator, gpu: None) -> Iterator[Step]:
-    """Values and scaled values in fp32, which of 16 each is, in four bytes and in one, and the halves that are
-    shifted."""
+    """The values and the scaled values in fp32, the index of each among the 16 levels in int32 and in uint8, and the
+    half of the indices that is shifted."""
     yield OUTPUTS
     n = op.A.numel()
     if op.A.dtype != torch.float32:
@@ -138,8 +139,8 @@ def cpu_quantize_4bit(op: Operator, gpu: None) -> Iterator[Step]:
 
 @workspace("bitsandbytes::int8_vectorwise_quant", source=DEFAULT, table=CPU_WORKSPACES)
 def cpu_int8_quantize(op: Operator, gpu: None) -> Iterator[Step]:
-    """Which values are outliers, each row's largest and what to multiply with, then the scaled values in fp32, made of
-    a copy of A in fp32, and rounded."""
+    """The mask of outliers, the largest value and the factor of each row, a copy of A in fp32, and the scaled values in
+    fp32, which are then rounded."""
     n = op.A.numel()
     rows = n // op.A.shape[-1]
     if op.threshold:
@@ -149,12 +150,12 @@ def cpu_int8_quantize(op: Operator, gpu: None) -> Iterator[Step]:
 
 
 @workspace("bitsandbytes::int8_mixed_scaled_mm", source=DEFAULT, table=CPU_WORKSPACES)
-def cpu_int8_product(op: Operator, gpu: None) -> Iterator[Step]:
-    """int8_mm_dequant: the product in int32 and cast to fp32, the scales of rows times those of columns, and both
-    multiplied."""
+def cpu_int8_matmul(op: Operator, gpu: None) -> Iterator[Step]:
+    """int8_mm_dequant: the matmul's result in int32, its cast to fp32, the scales of rows times those of columns, and
+    the scaled result."""
     size = 4 * _int8_elements(op)
     yield from (size, size, size, size, FREE, FREE)
-    yield Outputs(fake=_int8_product)
+    yield Outputs(fake=_int8_matmul_outputs)
 
 
 @workspace(
@@ -162,8 +163,8 @@ def cpu_int8_product(op: Operator, gpu: None) -> Iterator[Step]:
     source="bitsandbytes/backends/cpu/ops.py", table=CPU_WORKSPACES,
 )  # fmt: skip
 def cpu_optimizer(op: Operator, gpu: None) -> Iterator[Step]:
-    """_optimizer_update_32bit_cpu: gradient, update and a part of it in fp32, and the parameter too where it is not in
-    fp32. _optimizer_update_8bit_blockwise_cpu: as that, and both unpacked moments."""
+    """_optimizer_update_32bit_cpu: the gradient, the update and a part of it in fp32, and a copy of a parameter that is
+    not in fp32. _optimizer_update_8bit_blockwise_cpu: the same, and both unpacked moments."""
     yield OUTPUTS
     buffers = (3 if op.p.dtype == torch.float32 else 4) + (2 if op.has("absmax1") else 0)
     yield from (4 * op.g.numel() for _ in range(buffers))

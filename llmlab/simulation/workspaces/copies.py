@@ -1,4 +1,4 @@
-"""Workspaces of copies, between host and card too, and of comparisons (torch 2.13, aten/src/ATen/native)."""
+"""Workspaces of copies, including those between host and GPU, and of comparisons (torch 2.13, aten/src/ATen/native)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 
 def _crossing(to: Tensor, x: Tensor, non_blocking: bool) -> Iterator[int]:
-    """What is copied between host and card lies contiguous on both sides and has one dtype. A blocking copy converts on
-    the host, a non-blocking one on the card."""
+    """A copy between host and GPU needs contiguous tensors of the same dtype on both sides. A blocking copy converts on
+    the host, a non-blocking copy on the GPU."""
     if to.device == x.device or (to.dtype == x.dtype and to.stride() == x.stride() and is_dense(x)):
         return
     casts = to.dtype != x.dtype
@@ -34,7 +34,7 @@ def _crossing(to: Tensor, x: Tensor, non_blocking: bool) -> Iterator[int]:
 
 @workspace(aten._to_copy, aten.copy_, source="cuda/Copy.cu")
 def copy(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """copy_kernel_cuda, into a new tensor or into one that is there."""
+    """copy_kernel_cuda, into a new tensor or an existing one."""
     yield OUTPUTS
     to, x = (op.self, op.src) if op.has("src") else (op.out, op.self)
     yield from _crossing(to, x, op.non_blocking)
@@ -42,8 +42,8 @@ def copy(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.where.self, source="TensorCompare.cpp")
 def where(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """where_self_out: an option of another dtype than the result is cast into a copy, and a number on the host comes to
-    the card."""
+    """where_self_out: an operand whose dtype differs from the result is cast into a copy, and a number on the host is
+    copied to the GPU."""
     wide = torch.result_type(op.self, op.other)
     for tensor in (op.self, op.other):
         if tensor.dtype != wide or tensor.device != op.condition.device:
@@ -53,8 +53,8 @@ def where(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.isin.Tensor_Tensor, source="cuda/TensorCompare.cpp")
 def isin(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """isin_default_kernel_gpu: each element beside each test, and which found one. More tests are sorted
-    (TensorCompare.cpp, isin_Tensor_Tensor_out), which is not counted."""
+    """isin_default_kernel_gpu: the comparison of each element with each test element, and the results. Larger numbers
+    of test elements are sorted instead (TensorCompare.cpp, isin_Tensor_Tensor_out), which is not counted."""
     yield OUTPUTS
     elements, tests = op.elements.numel(), op.test_elements.numel()
     if tests < int(10 * elements**0.145):
@@ -63,8 +63,8 @@ def isin(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.searchsorted.Tensor, aten.bucketize.Tensor, source="BucketizationUtils.h")
 def searchsorted(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """searchsorted_maybe_trim_input_tensors: the sequence and what is looked for in it, or the boundaries and what is
-    put between them, both contiguous, and then of one dtype."""
+    """searchsorted_maybe_trim_input_tensors: the sequence (or the boundaries) and the values to search for are made
+    contiguous, and then cast to one dtype."""
     yield OUTPUTS
     x, ordered = (op.boundaries, op.self) if op.has("boundaries") else (op.self, op.sorted_sequence)
     yield from contiguous_copies(x, ordered)
@@ -73,7 +73,7 @@ def searchsorted(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.isinf, source="TensorCompare.cpp")
 def isinf(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """isinf: abs(x) == inf."""
+    """isinf: abs(x) == inf, which stores abs(x)."""
     if op.self.is_floating_point():
         yield nbytes(op.self)
     yield OUTPUTS
@@ -90,5 +90,5 @@ def count_nonzero(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.histc, source="cuda/SummaryOps.cu")
 def histc(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """_histc_cuda: also of integers, which mixtures of experts count tokens by."""
+    """_histc_cuda, which also accepts integers: mixtures of experts count tokens that way."""
     yield Outputs(fake=lambda op: op.self.new_empty(op.bins))

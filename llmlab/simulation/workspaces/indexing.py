@@ -20,23 +20,23 @@ from .registry import FREE, OUTPUTS, Operator, Step, workspace
 aten = torch.ops.aten
 
 INDEX = 8  # bytes of an int64
-COUNT = 4  # bytes of an int32: how many are not zero
+COUNT = 4  # bytes of an int32, the count of nonzero elements
 MASKS = (torch.bool, torch.uint8)
 
 
 def _index_copies(indices: list[Tensor | None]) -> Iterator[int]:
-    """make_info and AdvancedIndex: int32 indices in int64; two or more that do not lie alike once they are broadcast,
-    as (batch, 1) beside (tokens), each written out in full."""
-    given = [index for index in indices if index is not None]
-    if any(index.dtype in MASKS for index in given):
-        return  # each is first made into indices, and the operator runs again with those
-    for index in given:
+    """make_info and AdvancedIndex: int32 indices are cast to int64. If two or more have different strides after
+    broadcasting, such as (batch, 1) and (tokens), each is copied in full."""
+    tensors = [index for index in indices if index is not None]
+    if any(index.dtype in MASKS for index in tensors):
+        return  # masks are converted to indices first, and the operator runs again with these
+    for index in tensors:
         if index.dtype == torch.int32:
             yield INDEX * index.numel()
-    if len(given) < 2:
+    if len(tensors) < 2:
         return
-    shape = torch.broadcast_shapes(*(index.shape for index in given))
-    spread = [index.expand(shape) for index in given]
+    shape = torch.broadcast_shapes(*(index.shape for index in tensors))
+    spread = [index.expand(shape) for index in tensors]
     if len({index.stride() for index in spread}) > 1:
         for index in spread:
             if not index.is_contiguous():
@@ -45,14 +45,14 @@ def _index_copies(indices: list[Tensor | None]) -> Iterator[int]:
 
 @workspace(aten.index.Tensor, source="TensorAdvancedIndexing.cpp")
 def index(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """index_out: the indices as its kernel wants them."""
+    """index_out: the indices in the form that its kernel needs."""
     yield from _index_copies(op.indices)
     yield OUTPUTS
 
 
 @workspace(aten.index_put, aten.index_put_, aten._index_put_impl_, source="TensorAdvancedIndexing.cpp")
 def index_put(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """_index_put_impl_: the indices are sorted where values are added, or where each run must give the same."""
+    """_index_put_impl_: the indices are sorted if values are accumulated, or if the result must be deterministic."""
     if op.accumulate or torch.are_deterministic_algorithms_enabled():
         yield OUTPUTS
         yield from _sorted_indices(op, gpu)
@@ -62,15 +62,15 @@ def index_put(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 
 def _sorted_indices(op: Operator, gpu: GPU) -> Iterator[int]:
-    """cuda/Indexing.cu, index_put_with_sort_kernel: the linear index, sorted, where each was, their range and the
-    sort's scratch, by as many bits as the greatest index has; before them a dense copy of values that are not. Masks
-    are counted as read in full."""
+    """cuda/Indexing.cu, index_put_with_sort_kernel: the linear index, a dense copy of values that are not dense, the
+    sorted index, the position of each, their range, and the scratch of a sort over the bits of the largest index.
+    Masks yield nothing, because only their values say how many indices they are."""
     x, values = op.self, op.values
     places = [place for place, index in enumerate(op.indices) if index is not None]
-    given = [index for index in op.indices if index is not None]
-    if any(index.dtype in MASKS for index in given):
-        return  # only values say how many there are
-    n = prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    tensors = [index for index in op.indices if index is not None]
+    if any(index.dtype in MASKS for index in tensors):
+        return
+    n = prod(torch.broadcast_shapes(*(index.shape for index in tensors)))
     adjacent = places == list(range(places[0], places[-1] + 1))
     sizes = x.shape[places[-1] + 1 :] if adjacent else [size for i, size in enumerate(x.shape) if i not in places]
     bits = ((x.numel() - 1) // max(1, prod(sizes))).bit_length() or 1
@@ -82,8 +82,8 @@ def _sorted_indices(op: Operator, gpu: GPU) -> Iterator[int]:
 
 @workspace(aten.multinomial, source="Distributions.cpp")
 def multinomial(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """multinomial_out: an exponential draw per element; cuda/MultinomialKernel.cu, where more than one is drawn with
-    replacement: the distribution, normalized, and its sums."""
+    """multinomial_out: an exponential sample per element. If several samples are drawn with replacement, the normalized
+    distribution and its prefix sums (cuda/MultinomialKernel.cu)."""
     yield OUTPUTS
     yield nbytes(op.self)
     if op.num_samples != 1 and op.replacement:
@@ -92,8 +92,8 @@ def multinomial(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.masked_scatter, aten.masked_scatter_, source="cuda/Indexing.cu")
 def masked_scatter(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """masked_scatter__cuda: the mask's prefix sum in int64; cuda/IndexKernel.cu, launch_masked_scatter_kernel: a dense
-    mask, if it is not, and the sum's scratch."""
+    """masked_scatter__cuda: the prefix sum of the mask in int64. cuda/IndexKernel.cu, launch_masked_scatter_kernel: a
+    dense copy of a mask that is not dense, and the scratch of the prefix sum."""
     yield OUTPUTS
     n = op.self.numel()
     yield n * INDEX
@@ -104,12 +104,12 @@ def masked_scatter(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.nonzero, source="cuda/Nonzero.cu")
 def nonzero(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """nonzero_cuda_out_impl: how many there are, and the scratch that counts them, which are gone when the output
-    comes; then, beside it, the scratch that finds them."""
+    """nonzero_cuda_out_impl: the number of nonzero elements and the scratch to count them, both freed before the output
+    is allocated; then the scratch to find them, next to the output."""
     x, n = op.self, op.self.numel()
-    counted = [*contiguous_copies(x), COUNT, reduce_scratch(n, gpu, slots(gpu)[1])]
-    yield from counted
-    yield from (FREE for _ in counted)
+    count_buffers = [*contiguous_copies(x), COUNT, reduce_scratch(n, gpu, slots(gpu)[1])]
+    yield from count_buffers
+    yield from (FREE for _ in count_buffers)
     yield OUTPUTS
     yield COUNT
     if x.dim():
@@ -118,7 +118,7 @@ def nonzero(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.repeat_interleave.Tensor, source="Repeat.cpp")
 def repeat_interleave(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """repeat_interleave_common: where each begins, and the scratch of that sum."""
+    """repeat_interleave_common: the prefix sum of the repeats, and its scratch."""
     yield OUTPUTS
     n = op.repeats.numel()
     if n:

@@ -1,4 +1,4 @@
-"""Layouts of tensors in memory: which are dense, how many bytes they have, and the copies of those that are not."""
+"""Layouts of tensors in memory: their bytes, whether they are dense, and the copies of those that are not."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def contiguous_copies(*tensors: Tensor | None) -> Iterator[int]:
 
 
 def casts(dtype: torch.dtype, *tensors: Tensor) -> Iterator[int]:
-    """Yield the bytes of the copy in `dtype` of each tensor that has another."""
+    """Yield the bytes of the copy in `dtype` of each tensor of another dtype."""
     for tensor in tensors:
         if tensor.dtype != dtype:
             yield tensor.numel() * dtype.itemsize
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """is_non_overlapping_and_dense: in the order of their strides, the dimensions lie as in a contiguous tensor."""
+    """is_non_overlapping_and_dense: sorted by stride, the dimensions are those of a contiguous tensor."""
     expected = 1
     for stride, size in sorted(pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1):
         if stride != expected:

@@ -28,16 +28,16 @@ def softmax_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
     """softmax_backward_cuda_out: `Tensor tmp = grad * output`, in the gradient's dtype."""
     yield OUTPUTS
     grad, output = op.grad_output, op.output
-    product = output.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize
-    yield product
-    if not grad.is_contiguous() and not output.is_contiguous():  # tmp has their layout, and is made contiguous
-        yield product
+    nbytes = output.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize
+    yield nbytes
+    if not grad.is_contiguous() and not output.is_contiguous():  # tmp has their layout too, so it is copied
+        yield nbytes
 
 
 @workspace(aten._safe_softmax, source="transformers/attention.cpp")
 def safe_softmax(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """_safe_softmax, by which the math backend of attention leaves fully masked rows at 0: which elements are -inf, a
-    byte each, which rows are, and the 0."""
+    """_safe_softmax, with which the math backend of attention sets fully masked rows to 0: a mask of -inf elements and
+    a mask of rows, one byte per entry, and the scalar 0."""
     yield OUTPUTS
     x = op.self
     marks = [x.numel(), x.numel() // max(1, x.shape[op.dim]) if x.dim() else 1, SCALAR]
@@ -46,7 +46,7 @@ def safe_softmax(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.logsumexp, source="ReduceOps.cpp")
 def logsumexp(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """logsumexp_out_impl: the largest of each row, and exp(x - largest), all of it."""
+    """logsumexp_out_impl: the largest element of each row, and exp(x - largest) in full."""
     x, dims = op.self, [op.dim] if isinstance(op.dim, int) else op.dim
     chosen = {dim % x.dim() for dim in dims} if x.dim() else set()
     item = x.element_size() if x.is_floating_point() else 4
@@ -63,14 +63,14 @@ def dropout(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.log_sigmoid_forward, source="cuda/ActivationLogSigmoidKernel.cu")
 def log_sigmoid(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """log_sigmoid_forward_cuda: the buffer that the CPU keeps is empty."""
+    """log_sigmoid_forward_cuda: the buffer of the CPU kernel is empty on CUDA."""
     yield Outputs(fake=lambda op: (torch.empty_like(op.self), op.self.new_empty(0)))
 
 
 @workspace(aten.nll_loss_forward, aten.nll_loss_backward, source="cuda/Loss.cu")
 def nll_loss(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """nll_loss_forward_out_cuda_template: contiguous copies of input, target and weight;
-    nll_loss_backward_out_cuda_template: of target and weight."""
+    """nll_loss_forward_out_cuda_template copies input, target and weight if they are not contiguous;
+    nll_loss_backward_out_cuda_template copies target and weight."""
     yield OUTPUTS
     if not op.has("grad_output"):
         yield from contiguous_copies(op.self)

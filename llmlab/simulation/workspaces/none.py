@@ -1,9 +1,9 @@
-"""Operators that need no workspace, and which of PyTorch's operators the simulated card knows all about.
+"""Operators that need no workspace, and a check whether an operator's allocations are fully known.
 
-A view allocates nothing. Elementwise operators (torch.Tag.pointwise) are one kernel over a TensorIterator, which casts
-as it reads. Each of the others has a workspace function, or stands here, with the file in which its CUDA form asks the
-allocator for its outputs alone (torch 2.13, aten/src/ATen/native). An operator that is nowhere may allocate more than
-is counted: a note says so.
+A view allocates nothing. An elementwise operator (torch.Tag.pointwise) is one kernel over a TensorIterator, which casts
+while it reads. Every other known operator has a workspace function or is listed here, with the file in which its CUDA
+kernel allocates nothing but its outputs (torch 2.13, aten/src/ATen/native). Any other operator may allocate more than
+is counted, and a note in the report says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# No kernel: they make a view (as the schema of most says too), or memory without contents.
+# These launch no kernel: they return a view (most schemas say so too), or uninitialized memory.
 WITHOUT_KERNEL = frozenset((
     "aten::_unsafe_view", "aten::detach", "aten::lift_fresh", "aten::empty", "aten::empty_like", "aten::empty_strided",
     "aten::new_empty", "aten::new_empty_strided", "aten::_reshape_alias", "aten::alias", "aten::set_", "aten::resize_",
@@ -60,7 +60,7 @@ NO_WORKSPACE = {
     "cuda/FusedAdamKernel.cu and its like": "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_",
     "cuda/AmpKernels.cu": "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_",
 }
-# Under torch.use_deterministic_algorithms they go by sorted indices (TensorAdvancedIndexing.cpp, cuda/Indexing.cu).
+# Under torch.use_deterministic_algorithms they sort their indices (TensorAdvancedIndexing.cpp, cuda/Indexing.cu).
 ELSE_SORTED = frozenset((
     "index_add", "index_add_", "index_copy_", "scatter.src", "scatter_.src", "scatter.value", "scatter_.value",
     "scatter_add", "scatter_add_",
@@ -70,14 +70,14 @@ _NO_WORKSPACE_NAMES = frozenset(name for names in NO_WORKSPACE.values() for name
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether an operator returns its argument's memory unchanged, or allocates memory and writes nothing into it."""
+    """Return whether an operator returns the memory of its argument, or allocates memory without writing to it."""
     if func._schema.name in WITHOUT_KERNEL:
         return True
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def has_known_workspace(func: Any, workspaces: Container[str]) -> bool:
-    """Return whether all that operator `func` allocates is known, `workspaces` being the names that have a function."""
+    """Return whether all allocations of `func` are known; `workspaces` are the operators with a workspace function."""
     if func.name() in workspaces or func.namespace != "aten" or is_view(func):
         return True
     name = func.name().removeprefix("aten::")

@@ -18,8 +18,8 @@ WIDE_ROWS, PARTIAL_GRIDS, WARP = 64 * 1024, 32 * 1024, 32  # layer_norm_kernel.c
 
 
 def _with_statistics(op: Operator, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return the outputs, mean and 1/std in `dtype`: in fp32 also for half inputs of a LayerNorm (layer_norm_cuda), in
-    that of the weight of a GroupNorm (native/group_norm.cpp)."""
+    """Return the output, and mean and 1/std in `dtype`. A LayerNorm has them in fp32 even for half inputs
+    (layer_norm_cuda), a GroupNorm in the dtype of its weight (native/group_norm.cpp)."""
     out, *statistics = op.run()
     return out, *(statistic.new_empty(statistic.shape, dtype=dtype) for statistic in statistics)
 
@@ -34,7 +34,7 @@ def layer_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 def partial_gradients(op: Operator, gpu: GPU) -> int:
     """LaunchGammaBetaBackwardCUDAKernel: for many short rows, the gradients of weight and bias are summed in parts of
-    32 rows or more, which are written out. Return the bytes for one of the two gradients."""
+    32 rows or more, which are stored. Return the bytes for one of the two gradients."""
     columns = prod(op.normalized_shape)
     rows, blocks = op.grad_out.numel() // columns, -(-columns // WARP)
     if op.weight is None or rows <= WIDE_ROWS or columns // WARP >= gpu.sms // 2:
@@ -44,7 +44,7 @@ def partial_gradients(op: Operator, gpu: GPU) -> int:
 
 @workspace(aten.native_layer_norm_backward, source=LAYER_NORM)
 def layer_norm_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """layer_norm_backward_cuda: a contiguous input before the outputs, a contiguous gradient after them."""
+    """layer_norm_backward_cuda makes the input contiguous before it allocates the outputs, and the gradient after."""
     yield from contiguous_copies(op.input)
     yield OUTPUTS
     yield from contiguous_copies(op.grad_out)
@@ -53,7 +53,7 @@ def layer_norm_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 
 def _rms_norm_outputs(op: Operator) -> tuple[Tensor, Tensor]:
-    """_fused_rms_norm_cuda: one kernel; 1/rms of each row in fp32 also for half inputs."""
+    """_fused_rms_norm_cuda: one kernel, which stores 1/rms of each row in fp32 even for half inputs."""
     x, shape = op.input, op.normalized_shape
     rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
     return torch.empty_like(x), x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -67,9 +67,9 @@ def rms_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 
 def _rms_norm_gradients(op: Operator) -> tuple[Tensor | None, ...]:
-    """_fused_rms_norm_backward_cuda: the gradients of input and weight, nothing besides."""
-    wanted = zip((op.input, op.weight), op.output_mask, strict=True)
-    return tuple(torch.empty_like(each) if each is not None and wants else None for each, wants in wanted)
+    """_fused_rms_norm_backward_cuda: the gradients of input and weight, and nothing else."""
+    inputs = zip((op.input, op.weight), op.output_mask, strict=True)
+    return tuple(torch.empty_like(x) if x is not None and needs_grad else None for x, needs_grad in inputs)
 
 
 @workspace(aten._fused_rms_norm_backward, source=LAYER_NORM)
@@ -91,8 +91,8 @@ def group_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.native_group_norm_backward, source=GROUP_NORM)
 def group_norm_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """GroupNormBackwardKernelImplInternal: sums of each channel, then the factors of the input's gradient, of each
-    group and channel, in fp32."""
+    """GroupNormBackwardKernelImplInternal: two sums per channel, then the factors of the input's gradient per group and
+    channel, all in fp32."""
     yield OUTPUTS
     channels, grouped = 4 * op.N * op.C, 4 * op.N * op.group
     if op.HxW != 1:  # else GroupNorm1dBackward

@@ -1,11 +1,11 @@
 """Workspaces of reductions: sums, means, norms and extremes over few outputs are split over thread blocks.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and gpu_reduce_kernel (torch 2.13), and TensorIterator.cpp
-for the order of the dimensions. The blocks that share an output leave their part in global memory, once for each thread
-along x where those have outputs of their own: for the gradient of a bias, a sum over all tokens, that is often more
-than the gradient of the layer's output itself.
+for the order of the dimensions. Blocks that share an output store their partial results in global memory, one per
+thread along x if those threads have different outputs. For the gradient of a bias, a sum over all tokens, this often
+needs more memory than the gradient of the layer's output.
 
-Shapes and strides are of TensorIterator: the dimension that moves fastest comes first, strides count bytes.
+Shapes and strides are those of TensorIterator: the dimension that moves fastest comes first, and strides count bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ THREADS_PER_MULTIPROCESSOR: dict[tuple[int, int] | None, int] = {
 
 
 class Kind(NamedTuple):
-    """How a reduction sums: the bytes of its accumulator for each output, and the elements of one load, by the bytes of
-    an input's element."""
+    """How a reduction accumulates. `accumulator` maps the bytes of an input element to those of the accumulator of an
+    output, `loads` to the elements of one vectorized load."""
 
     accumulator: Callable[[int], int]
     loads: Callable[[int], int] = lambda item: 4
-    casts: bool = True  # to the dtype of the output first, where no kernel reads that of the input
+    casts: bool = True  # casts to the dtype of the output first, if no kernel reads that of the input
     whole: bool = False  # a full reduction, which makes its input contiguous (ReduceAllOps.cpp)
 
 
@@ -64,13 +64,13 @@ KINDS = {
 
 
 def slots(gpu: GPU) -> tuple[int, int]:
-    """Return the multiprocessors of `gpu`, and the threads that each of them holds."""
+    """Return the number of multiprocessors of `gpu`, and the number of threads that fit on each."""
     return gpu.sms, THREADS_PER_MULTIPROCESSOR.get(gpu.compute_capability, 2048)
 
 
 @workspace(*KINDS, source="cuda/Reduce.cuh")
 def reduction(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """A copy of the input in another dtype or order, then the parts of each output and a counter per block."""
+    """A copy of the input in another dtype or order, then partial results of each output and a counter per block."""
     yield OUTPUTS
     x, kind = op.self, KINDS[op.func]
     if not x.numel():
@@ -95,7 +95,7 @@ NORM_CHUNK = 65536  # elements; kChunkSize, cuda/MultiTensorApply.cuh
 
 @workspace(aten._foreach_norm.Scalar, source="cuda/ForeachReduceOp.cu")
 def foreach_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """foreach_tensor_norm_cuda: a partial norm of each chunk, as many as the largest tensor has."""
+    """foreach_tensor_norm_cuda: for every tensor as many partial norms as the largest tensor has chunks."""
     tensors = op.self
     chunks = max(-(-tensor.numel() // NORM_CHUNK) for tensor in tensors)
     yield len(tensors) * chunks * max(tensors[0].element_size(), 4)
@@ -114,14 +114,14 @@ def buffers(
     slots: tuple[int, int], offset: int = 0,
 ) -> list[int]:  # fmt: skip
     """Return the bytes that a reduction allocates. Its input has `item` bytes per element, begins `offset` elements
-    into its storage, and has `strides` in bytes; `slots` are those of the card."""
-    reduced_shape = [1 if gone else size for size, gone in zip(shape, reduced, strict=True)]
-    steps = [0 if gone else prod(reduced_shape[dim + 1 :]) * out_item for dim, gone in enumerate(reduced)]
+    into its storage, and has `strides` in bytes; `slots` describes the GPU."""
+    reduced_shape = [1 if is_reduced else size for size, is_reduced in zip(shape, reduced, strict=True)]
+    steps = [0 if is_reduced else prod(reduced_shape[dim + 1 :]) * out_item for dim, is_reduced in enumerate(reduced)]
     sizes, outputs, inputs = _ordered(shape, steps, strides)
     accumulator, parts = kind.accumulator(item), []
     if not _fits_32_bit(sizes, outputs, inputs) and item == out_item == 2:  # AccumulationBuffer
         parts = [prod(reduced_shape) * accumulator]
-    while not _fits_32_bit(sizes, outputs, inputs):  # with_32bit_indexing: in halves of the longest dimension
+    while not _fits_32_bit(sizes, outputs, inputs):  # with_32bit_indexing: halve the dimension with the largest extent
         extents = [(size - 1) * max(pair) for size, *pair in zip(sizes, outputs, inputs, strict=True)]
         sizes[extents.index(max(extents))] //= 2
     return parts + _split_over_blocks(sizes, outputs, inputs, item, accumulator, kind.loads(item), slots, offset)
@@ -131,7 +131,7 @@ def _split_over_blocks(
     sizes: list[int], outputs: list[int], inputs: list[int], item: int, accumulator: int, loads: int,
     slots: tuple[int, int], offset: int,
 ) -> list[int]:  # fmt: skip
-    """setReduceConfig, and what gpu_reduce_kernel allocates by it."""
+    """setReduceConfig, and the allocations of gpu_reduce_kernel that follow from it."""
     first_kept = sum(step == 0 for step in outputs)  # num_reduce_dims
     results = prod(size for size, step in zip(sizes, outputs, strict=True) if step)
     values = prod(sizes) // results
@@ -144,14 +144,15 @@ def _split_over_blocks(
     elif fastest == item and over_rows and along_x >= 128 and first_kept == 1:
         along_x //= loads
     elif fastest == item and not over_rows:
-        others = [step // item for dim, step in enumerate(inputs) if dim != first_kept]
-        vector = next(size for size in (4, 2, 1) if not any(n % size for n in (offset, sizes[first_kept], *others)))
+        other_steps = [step // item for dim, step in enumerate(inputs) if dim != first_kept]
+        aligned = (offset, sizes[first_kept], *other_steps)
+        vector = next(size for size in (4, 2, 1) if not any(n % size for n in aligned))
         along_x //= vector
-    most = MAX_THREADS // vector
-    x, y = (_power_below(size) if size < most else most for size in (along_x, along_y))
+    max_threads = MAX_THREADS // vector
+    x, y = (_power_below(size) if size < max_threads else max_threads for size in (along_x, along_y))
     width = min(x, WARP)
-    height = min(y, most // width)
-    width = min(x, most // height)
+    height = min(y, max_threads // width)
+    width = min(x, max_threads // height)
     step_in, step_out = (width, 1) if over_rows else (1, width)
     by_warps = -(-values // step_in) >= min(height * 16, VALUES_PER_THREAD[1])
     if by_warps:
@@ -159,11 +160,12 @@ def _split_over_blocks(
     else:
         step_out *= height
     grid = -(-(results // vector) // step_out)
-    wanted = slots[0] * (slots[1] // (width * height))
+    target_blocks = slots[0] * (slots[1] // (width * height))
     per_step = -(-values // step_in)
-    if not by_warps or per_step < VALUES_PER_THREAD[1] or grid > wanted:
+    if not by_warps or per_step < VALUES_PER_THREAD[1] or grid > target_blocks:
         return []
-    blocks = max(min(-(-wanted // grid), -(-per_step // VALUES_PER_THREAD[0])), -(-per_step // VALUES_PER_THREAD[1]))
+    least, most = (-(-per_step // count) for count in reversed(VALUES_PER_THREAD))
+    blocks = max(min(-(-target_blocks // grid), most), least)
     if blocks <= 1:
         return []
     return [accumulator * results * blocks * (1 if over_rows else width * vector), 4 * grid]
@@ -183,15 +185,15 @@ def _fits_32_bit(sizes: list[int], *strides: list[int]) -> bool:
 
 
 def _ordered(shape: list[int], outputs: list[int], inputs: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """TensorIterator.cpp, reorder_dimensions and coalesce_dimensions: reduced dimensions first, then by stride."""
+    """TensorIterator.cpp, reorder_dimensions and coalesce_dimensions: reduced dimensions come first, then by stride."""
     order = list(reversed(range(len(shape))))
     for place in range(1, len(order)):
-        here = place
+        position = place
         for before in range(place - 1, -1, -1):
-            compared = _compare(order[before], order[here], shape, outputs, inputs)
+            compared = _compare(order[before], order[position], shape, outputs, inputs)
             if compared > 0:
-                order[before], order[here] = order[here], order[before]
-                here = before
+                order[before], order[position] = order[position], order[before]
+                position = before
             elif compared < 0:
                 break
     rows: list[list[int]] = []

@@ -1,8 +1,12 @@
-"""The registry of workspaces: by operator, the function that says what its kernel allocates besides its outputs.
+"""The registry of workspaces: for each operator, the function that yields the allocations of its kernel.
 
-A workspace function takes the operator's call `op` and the card `gpu`. It yields the kernel's requests in their order:
-the bytes of a buffer, which is freed when the operator ends; FREE where the kernel frees its last buffer earlier;
-OUTPUTS where the outputs are allocated, exactly once; a library's `Handle`; a `Library` that decides when it runs.
+A workspace function receives the operator's call `op` and the GPU `gpu`. It yields the requests of the kernel in order:
+
+- the bytes of a buffer, which is freed when the operator ends;
+- FREE, when the kernel frees its last buffer earlier;
+- OUTPUTS, exactly once, when the outputs are allocated;
+- a `Handle` of a library;
+- a `Library`, which decides about its workspace at run time.
 """
 
 from __future__ import annotations
@@ -13,14 +17,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...base.compat import OpOverload, OpOverloadPacket
 
-FREE = -1  # in the place of a size
+FREE = -1  # yielded instead of a size
 
 
 class Outputs(NamedTuple):
-    """The place of the outputs among the requests.
+    """The allocation of the outputs among the requests.
 
-    `order`: their positions in the order in which they are allocated, where they are returned in another. `fake` makes
-    them of the call, where CUDA's have other shapes, dtypes or devices than those of the CPU's kernel.
+    `order` lists the positions of the outputs in order of allocation, if they are returned in a different order. `fake`
+    creates the outputs from the call, if their shapes, dtypes or devices on CUDA differ from those of the CPU kernel.
     """
 
     order: tuple[int, ...] = ()
@@ -28,14 +32,14 @@ class Outputs(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """The handle of a library, which allocates a workspace of `size` bytes at its first use and keeps it."""
+    """The handle of a library, which allocates a workspace of `size` bytes at its first use and never frees it."""
 
     library: str
     size: int
 
 
 class Library(NamedTuple):
-    """A library that chooses an algorithm, and with it a workspace, when it runs: a note says it is not counted."""
+    """A library that chooses its algorithm and workspace at run time; a note says that they are not counted."""
 
     name: str
 
@@ -45,15 +49,15 @@ Step = int | Outputs | Handle | Library
 Workspace = Callable[["Operator", Any], Iterable[Step]]
 Function = TypeVar("Function", bound=Workspace)
 
-WORKSPACES: dict[str, Workspace] = {}  # of CUDA's kernels, by the operator's name: "aten::mm", "aten::sum.dim_IntList"
+WORKSPACES: dict[str, Workspace] = {}  # of CUDA kernels, by operator name: "aten::mm", "aten::sum.dim_IntList"
 CPU_WORKSPACES: dict[str, Workspace] = {}
-SOURCES: dict[Workspace, str] = {}  # the file that a function follows
+SOURCES: dict[Workspace, str] = {}  # the source file that a function follows
 
 
 class Operator:
-    """The call of an operator: its arguments are attributes, by their names in the schema, defaults filled in.
+    """The call of an operator: its arguments are attributes named as in the schema, with defaults filled in.
 
-    `out` is what it returned, from OUTPUTS on, also where an argument has that name.
+    After OUTPUTS, `out` is the operator's result, even if an argument has that name.
     """
 
     __slots__ = ("args", "func", "kwargs", "out")
@@ -70,11 +74,11 @@ class Operator:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     def has(self, name: str) -> bool:
-        """Whether the schema has an argument of this name."""
+        """Return whether the schema has an argument of this name."""
         return name in _parameters(self.func)
 
     def run(self) -> Any:
-        """Return what the operator returns by torch's own fake kernel."""
+        """Return the result of torch's own fake kernel."""
         return self.func(*self.args, **self.kwargs)
 
 
@@ -89,9 +93,9 @@ def workspace(
 ) -> Callable[[Function], Function]:
     """Register a function as the workspace of `operators`; aten.mm stands for aten.mm.default.
 
-    `source`: the file it follows, of torch 2.13 under aten/src/ATen/native, or of the library that it names.
-    Operators of a library that may not be installed are given by name. A second function for an operator of the same
-    `table` raises ValueError.
+    `source` is the file that the function follows, in aten/src/ATen/native of torch 2.13 or in the library that it
+    names. Operators of a library that may not be installed are given by name. A second function for an operator in the
+    same `table` raises ValueError.
     """
 
     def register(function: Function) -> Function:
@@ -107,7 +111,7 @@ def workspace(
 
 
 def name_of(operator: OpOverload | OpOverloadPacket | str) -> str:
-    """Return the name by which the tables know `operator`."""
+    """Return the key of `operator` in the tables."""
     if isinstance(operator, OpOverloadPacket):
         operator = operator.default
     return operator if isinstance(operator, str) else operator.name()

@@ -77,15 +77,18 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
         return
     for field, values in stack.allowed.items():
         if given[field] not in values:
-            others = [TRANSFORMERS]
-            both = {field: given[field], "pp": given["pp"]}  # a schedule needs a stack with pipelines
-            others += [s.name for s in STACKS.values() if all(v in s.allowed.get(f, (v,)) for f, v in both.items())]
-            own = ", ".join("none" if value is None else repr(value) for value in values)
+            supporting = [TRANSFORMERS]
+            required = {field: given[field], "pp": given["pp"]}  # a schedule needs a stack with pipelines
+            for other in STACKS.values():
+                if all(value in other.allowed.get(name, (value,)) for name, value in required.items()):
+                    supporting.append(other.name)
+            allowed = ", ".join("none" if value is None else repr(value) for value in values)
             if why := stack.unsupported_options.get(field):
-                raise SpecError(f"{field}={given[field]!r} with stack={stack.name!r}: {why}; give {field}={own}")
+                combination = f"{field}={given[field]!r} with stack={stack.name!r}"
+                raise SpecError(f"{combination}: {why}; give {field}={allowed}")
             raise SpecError(
-                f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, others))} has; "
-                f"with stack={stack.name!r} give {field}={own}"
+                f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, supporting))} has; "
+                f"with stack={stack.name!r} give {field}={allowed}"
                 + ("; its own options say whether AdamW is fused" if given[field] == "adamw-fused" else "")
             )
     stack.check_run(given)
@@ -93,8 +96,7 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
         option = stack.own_names.get(field)
         if option is None or value == given[field]:
             continue
-        said = getattr(stack, option)
-        if said is not None:  # None: the run decides, not the stack
-            own = f"{type(stack).__name__}({option}={said!r})"
-            raise SpecError(f"{field}={given[field]!r} with stack={own}, which sets {field}={value!r}; give one of "
-                            "them")  # fmt: skip
+        chosen = getattr(stack, option)
+        if chosen is not None:  # None: the run decides, not the stack
+            combination = f"{field}={given[field]!r} with stack={type(stack).__name__}({option}={chosen!r})"
+            raise SpecError(f"{combination}, which sets {field}={value!r}; give one of them")

@@ -79,8 +79,8 @@ class DeepSpeed(StackOptions):
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the sections of DeepSpeed's configuration for the options that differ from its defaults."""
-        said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
-        zero = {name: value for name, value in said.items() if name in ZERO}
+        changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        zero = {name: value for name, value in changed.items() if name in ZERO}
         return {
             **({"zero_optimization": zero} if zero else {}),
             **({"bf16": {"immediate_grad_update": True}} if self.immediate_grad_update else {}),
@@ -91,15 +91,15 @@ class DeepSpeed(StackOptions):
         """Raise SpecError if an option contradicts the run's fields `given`."""
         half, zero, wide = given["precision"].rpartition("-")[2], given["zero"], self.grad_accum_dtype == "fp32"
         if self.grad_accum_dtype not in (None, "fp32", half):
-            told = f"grad_accum_dtype={self.grad_accum_dtype!r} with precision={given['precision']!r}"
-            raise SpecError(f"{told}: DeepSpeed sums in the dtype of the weights, or in fp32")
+            option = f"grad_accum_dtype={self.grad_accum_dtype!r} with precision={given['precision']!r}"
+            raise SpecError(f"{option}: DeepSpeed sums in the dtype of the weights, or in fp32")
         if wide and (given["offload"] or zero == 0 or (zero == 1 and half == "fp16")):
-            told = f"grad_accum_dtype='fp32' with zero={zero}, offload={given['offload']!r}"
-            raise SpecError(f"{told}, precision={given['precision']!r} is not supported here; give zero=2 or 3, or "
+            option = f"grad_accum_dtype='fp32' with zero={zero}, offload={given['offload']!r}"
+            raise SpecError(f"{option}, precision={given['precision']!r} is not supported here; give zero=2 or 3, or "
                             "leave it out")  # fmt: skip
         if zero == 0 and (self.torch_adam or given["optimizer"] != "adamw"):
-            told = "torch_adam=True" if self.torch_adam else f"optimizer={given['optimizer']!r}"
-            raise SpecError(f"{told} with zero=0 is not supported here; give zero >= 1")
+            option = "torch_adam=True" if self.torch_adam else f"optimizer={given['optimizer']!r}"
+            raise SpecError(f"{option} with zero=0 is not supported here; give zero >= 1")
         if self.immediate_grad_update and not (zero == 1 and half == "bf16" and wide):
             raise SpecError("immediate_grad_update=True needs zero=1, bf16 and grad_accum_dtype='fp32'; "
                             "give these, or leave it out")  # fmt: skip
@@ -111,8 +111,8 @@ class DeepSpeed(StackOptions):
 
     def overlap(self, run: Any) -> tuple[str, ...]:
         """Return ("data",) if `overlap_comm` overlaps communication with computation; by default, only at stage 3."""
-        asked = self.overlap_comm
-        return ("data",) * (run.zero == 3 if asked is None else asked and run.zero > 0)
+        enabled = self.overlap_comm
+        return ("data",) * (run.zero == 3 if enabled is None else enabled and run.zero > 0)
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Set bf16 weights with an fp32 copy, which the optimizer updates."""

@@ -58,10 +58,10 @@ class LitGPT(StackOptions):
         for field in ("zero", "checkpointing", "sync_each_batch"):
             if given[field] != (value := self.sets(given)[field]):
                 ranks = f"dp={given['dp']}, accumulation={given['accumulation']}"
-                told = f"{field}={given[field]!r} with stack='litgpt', {ranks}"
-                raise SpecError(f"{told}: its recipes do not offer that; give {field}={value!r}")
+                option = f"{field}={given[field]!r} with stack='litgpt', {ranks}"
+                raise SpecError(f"{option}: its recipes do not offer that; give {field}={value!r}")
         mlp = {"gate_proj", "up_proj", "down_proj"}
         targets = set(given["lora"].targets) & mlp if given["lora"] else set()
         if targets and targets != mlp:
-            told = ", ".join(sorted(targets))
-            raise SpecError(f"lora's targets {told}: lora_mlp adapts gate_proj, up_proj and down_proj; give all")
+            option = ", ".join(sorted(targets))
+            raise SpecError(f"lora's targets {option}: lora_mlp adapts gate_proj, up_proj and down_proj; give all")

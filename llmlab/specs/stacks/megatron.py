@@ -140,17 +140,17 @@ class Megatron(StackOptions):
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
         super().__post_init__()
-        if (asked := self.moe_expert_capacity_factor) is not None:
+        if (factor := self.moe_expert_capacity_factor) is not None:
             try:
-                capacity = float(asked)
+                capacity = float(factor)
             except (TypeError, ValueError):
                 capacity = 0.0
             if not 0 < capacity < inf:
-                raise SpecError(f"moe_expert_capacity_factor={asked!r} is neither a number above 0 nor None")
+                raise SpecError(f"moe_expert_capacity_factor={factor!r} is neither a number above 0 nor None")
             object.__setattr__(self, "moe_expert_capacity_factor", capacity)  # a number, also if given as text
         if self.fp8_recipe and not self.transformer_engine:
-            given = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
-            raise SpecError(f"{given}: Megatron's own layers have no fp8; give one of the two")
+            option = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
+            raise SpecError(f"{option}: Megatron's own layers have no fp8; give one of the two")
         if self.fp8_param_gather and not self.fp8_recipe:
             raise SpecError("fp8_param_gather=True needs fp8_recipe; give one")
         limit = self.wgrad_deferral_limit
@@ -184,15 +184,15 @@ class Megatron(StackOptions):
                 raise SpecError("apex=False with transformer_engine=True: Transformer Engine replaces Apex's kernels; "
                                 "give one of them")  # fmt: skip
             return
-        own = "Megatron's own layers (transformer_engine=False)"
+        layers = "Megatron's own layers (transformer_engine=False)"
         if given["attention"] != "eager":
-            raise SpecError(f"attention={given['attention']!r}: {own} support attention='eager' only")
+            raise SpecError(f"attention={given['attention']!r}: {layers} support attention='eager' only")
         if given["cp"] > 1:
-            raise SpecError(f"cp={given['cp']}: attention of {own} needs whole sequences (dot_product_attention.py); "
-                            "give cp=1, or Transformer Engine's")  # fmt: skip
+            raise SpecError(f"cp={given['cp']}: attention of {layers} needs whole sequences "
+                            "(dot_product_attention.py); give cp=1, or Transformer Engine's")  # fmt: skip
         if given["sequence_parallel"] and not self.apex:
-            raise SpecError(f"sequence_parallel=True with apex=False: {own} then use PyTorch's norm, which refuses it "
-                            "(torch_norm.py); give one of the two")  # fmt: skip
+            raise SpecError(f"sequence_parallel=True with apex=False: {layers} then use PyTorch's norm, which refuses "
+                            "it (torch_norm.py); give one of the two")  # fmt: skip
 
     def _check_adapters(self, given: Mapping[str, Any]) -> None:
         if (lora := given["lora"]) is None:
@@ -205,30 +205,31 @@ class Megatron(StackOptions):
             raise SpecError(f"dropout={lora.dropout} of lora= is not supported for megatron; give dropout=0")
 
     def _check_optimizer(self, given: Mapping[str, Any]) -> None:
-        shared = given["zero"] == 1 or given["dp"] * given["cp"] == 1
-        if self.fp8_param_gather and not shared:
+        sharded = given["zero"] == 1 or given["dp"] * given["cp"] == 1
+        if self.fp8_param_gather and not sharded:
             raise SpecError("fp8_param_gather=True with zero=0: only the distributed optimizer gathers them "
                             "(arguments.py); give zero=1")  # fmt: skip
-        own = f"distributed_fused_adam={self.distributed_fused_adam!r} with"
+        option = f"distributed_fused_adam={self.distributed_fused_adam!r} with"
         if self.use_precision_aware_optimizer:
             if self.distributed_fused_adam:
-                raise SpecError(f"{own} use_precision_aware_optimizer=True: each is an optimizer; give one")
-            own = "use_precision_aware_optimizer=True with"
+                raise SpecError(f"{option} use_precision_aware_optimizer=True: each is an optimizer; give one")
+            option = "use_precision_aware_optimizer=True with"
             if self.fp8_param_gather and self.fp8_recipe == "delayed":
-                raise SpecError(f"{own} fp8_param_gather=True and fp8_recipe='delayed' is not supported; leave one out")
+                raise SpecError(f"{option} fp8_param_gather=True and fp8_recipe='delayed' is not supported; leave one "
+                                "out")  # fmt: skip
         elif self.distributed_fused_adam is None:
             return
-        if not shared:
-            raise SpecError(f"{own} zero=0: it shards states over all data-parallel ranks; give zero=1")
+        if not sharded:
+            raise SpecError(f"{option} zero=0: it shards states over all data-parallel ranks; give zero=1")
         if given["precision"] != "mixed-bf16":
-            raise SpecError(f"{own} precision={given['precision']!r} is not supported here; "
+            raise SpecError(f"{option} precision={given['precision']!r} is not supported here; "
                             "give mixed-bf16")  # fmt: skip
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Set 16-bit weights and matmuls with fp32 main weights; by default nothing is recomputed or sharded."""
-        own = {} if self.transformer_engine else {"attention": "eager"}
+        attention = {} if self.transformer_engine else {"attention": "eager"}
         return {
-            **own,
+            **attention,
             "precision": "mixed-bf16",
             "checkpointing": self.recompute or given["checkpointing"],
             "virtual_stages": self.virtual_pipeline,
@@ -260,8 +261,8 @@ class Megatron(StackOptions):
 
     def accumulates_in_fp32(self, dtype: str) -> bool:
         """Whether gradients of a run in `dtype` are accumulated in fp32."""
-        asked = self.accumulate_allreduce_grads_in_fp32
-        return dtype == "bf16" if asked is None else asked
+        enabled = self.accumulate_allreduce_grads_in_fp32
+        return dtype == "bf16" if enabled is None else enabled
 
     def overlap(self, run: Any) -> tuple[str, ...]:
         """Return "data" with overlap_grad_reduce, and "tensor" if tensor parallelism's communication in the backward
@@ -280,10 +281,11 @@ class Megatron(StackOptions):
     def check_stages(self, stages: tuple[int, ...]) -> None:
         """Raise SpecError if stages with these numbers of layers cannot be divided into virtual stages."""
         chunks = self.virtual_pipeline
-        given = f"virtual_pipeline={chunks}"
-        ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # where embedding and head count as layers
-        if any((layers + (stage in ends)) % chunks for stage, layers in enumerate(stages)):
-            raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")
+        # The embedding and the head count as layers of the first and the last stage.
+        edge_stages = {0, len(stages) - 1} if min(stages) < max(stages) else set()
+        if any((layers + (stage in edge_stages)) % chunks for stage, layers in enumerate(stages)):
+            numbers = ", ".join(map(str, stages))
+            raise SpecError(f"virtual_pipeline={chunks} does not divide the layers of each stage, {numbers}")
 
     def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
         """Raise SpecError if megatron-core cannot train `spec`; `stages` are the numbers of layers per stage."""
@@ -305,15 +307,15 @@ class Megatron(StackOptions):
     def _check_experts(self, spec: ModelSpec, run: Any) -> None:
         if not spec.experts:
             if self.moe_expert_capacity_factor is not None:
-                given = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
-                raise SpecError(f"{given}, which has no experts; leave it out")
+                option = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
+                raise SpecError(f"{option}, which has no experts; leave it out")
             return
-        given = f"stack='megatron' does not support {spec.name}, whose MLPs are experts,"
+        option = f"stack='megatron' does not support {spec.name}, whose MLPs are experts,"
         if run.tp > 1:
-            raise SpecError(f"{given} with tp={run.tp}; give tp=1 and ep")
+            raise SpecError(f"{option} with tp={run.tp}; give tp=1 and ep")
         if self.fp8_recipe:
-            raise SpecError(f"{given} with fp8_recipe={self.fp8_recipe!r}; leave it out")
+            raise SpecError(f"{option} with fp8_recipe={self.fp8_recipe!r}; leave it out")
         if not self.bias_swiglu_fusion:
-            raise SpecError(f"{given} with bias_swiglu_fusion=False; leave it out")
+            raise SpecError(f"{option} with bias_swiglu_fusion=False; leave it out")
         if run.checkpointing == "selective" and "mlp" in self.recompute_modules:
-            raise SpecError(f"{given} with recompute_modules='mlp', which means dense MLPs; leave mlp out")
+            raise SpecError(f"{option} with recompute_modules='mlp', which means dense MLPs; leave mlp out")

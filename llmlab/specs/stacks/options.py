@@ -79,14 +79,14 @@ class StackOptions(Spec):
 
     def __new__(cls, *args: Any, **options: Any) -> StackOptions:
         for option in options:
-            if option not in (own := [f.name for f in fields(cls)]):
+            if option not in (names := [f.name for f in fields(cls)]):
                 if why := cls.unsupported_options.get(option):
                     raise SpecError(f"{cls.name}'s {option} is not supported here: {why}")
                 stacks = StackOptions.__subclasses__()
-                others = [one.name for one in stacks if option in {f.name for f in fields(one)}]
-                whose = f"it is an option of {' and '.join(others)}" if others else "no stack has it"
-                raise SpecError(f"{cls.name} has no option {option}: {whose}; {cls.name} has "
-                                f"{', '.join(own) or 'none'}")  # fmt: skip
+                owners = [stack.name for stack in stacks if option in {f.name for f in fields(stack)}]
+                hint = f"it is an option of {' and '.join(owners)}" if owners else "no stack has it"
+                raise SpecError(f"{cls.name} has no option {option}: {hint}; {cls.name} has "
+                                f"{', '.join(names) or 'none'}")  # fmt: skip
         return super().__new__(cls)
 
     @property
@@ -201,5 +201,5 @@ def _listed(hint: Any) -> tuple[Any, ...]:
     if hint is bool:
         return True, False
     if type(None) in get_args(hint):
-        return None, *(value for each in get_args(hint) if each is not type(None) for value in _listed(each))
+        return None, *(value for member in get_args(hint) if member is not type(None) for value in _listed(member))
     return get_args(hint) if all(isinstance(value, str) for value in get_args(hint)) else ()

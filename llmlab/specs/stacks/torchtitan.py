@@ -112,13 +112,13 @@ class Torchtitan(StackOptions):
         torch refuses (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
         pp, accumulation, precision = given["pp"], given["accumulation"], given["precision"]
         if given["zero"] == 0 and given["dp"] * given["cp"] > 1:
-            raise SpecError(f"zero=0 with dp={given['dp']}, cp={given['cp']}: torchtitan is described with FSDP2 over "
-                            "these ranks, not with DDP; leave zero out, or give another stack")  # fmt: skip
-        if precision != (own := _halves(given)):
+            raise SpecError(f"zero=0 with dp={given['dp']}, cp={given['cp']}: torchtitan is described with FSDP2 "
+                            "over these ranks, not with DDP; leave zero out, or give another stack")  # fmt: skip
+        if precision != (supported := _halves(given)):
             degrees = ", ".join(f"{name}={given[name]}" for name in ("dp", "cp", "tp", "pp"))
             raise SpecError(f"precision={precision!r} with {degrees}: torchtitan computes in halves by FSDP2 where dp "
                             "or cp shards, by autocast on one device, and not with tp or pp alone; give "
-                            f"precision={own!r}")  # fmt: skip
+                            f"precision={supported!r}")  # fmt: skip
         if given["tp"] > 1 and not given["sequence_parallel"]:
             raise SpecError(f"sequence_parallel=False with tp={given['tp']}: torchtitan's tensor parallelism divides "
                             "norms too; give sequence_parallel=True, or another stack")  # fmt: skip

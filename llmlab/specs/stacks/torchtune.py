@@ -112,8 +112,8 @@ class Torchtune(StackOptions):
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError if an option contradicts the run's fields `given`."""
         if self.optimizer_in_bwd and given["accumulation"] > 1:
-            told = f"accumulation={given['accumulation']} with Torchtune(optimizer_in_bwd=True)"
-            raise SpecError(f"{told}: each gradient is freed at once and cannot accumulate; give accumulation=1 or "
+            option = f"accumulation={given['accumulation']} with Torchtune(optimizer_in_bwd=True)"
+            raise SpecError(f"{option}: each gradient is freed at once and cannot accumulate; give accumulation=1 or "
                             "leave it out")  # fmt: skip
         if self.optimizer_in_bwd and given["lora"]:
             raise SpecError("lora with Torchtune(optimizer_in_bwd=True): the LoRA recipes have no such option; leave "
