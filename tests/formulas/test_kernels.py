@@ -420,12 +420,13 @@ def test_one_enumeration_of_products_for_flop_and_for_time():
 
 def test_rotations_go_through_tensors_with_gaps_and_small_kernels_take_their_start():
     """In bf16 a query's or key's element is rotated by 20 bytes forward, of which 4 have no gaps, and 34 backward. A
-    block of Llama starts 38 and 71 kernels (host.py), of which 7 are products forward and 14 backward."""
+    block of Llama starts 38 and 71 kernels (host.py), of which 7 are products forward and 14 backward; embedding, last
+    norm, head and loss start 35 and 23."""
     spec, run = lab.model("Llama-3.2-1B"), Training(micro_batch=4, seq_len=2048, precision="bf16")
     turned = run.tokens * spec.layers * (spec.query_width + spec.key_width)
     assert moved(spec, run).strided == turned * (16 + 34)
     assert moved(spec, replace(run, checkpointing="full")).strided == turned * (16 + 16 + 34)
-    assert small_kernels(spec, run) == spec.layers * (38 + 71 - 7 - 14)
+    assert small_kernels(spec, run) == spec.layers * (38 + 71 - 7 - 14) + 35 + 23
     megatron = replace(run, precision="mixed-bf16", stack=lab.Megatron())
     compiled = replace(run, compile=True)
     fused = compiled, replace(run, kernels="liger"), megatron
@@ -463,7 +464,7 @@ def test_fused_kernels_move_each_tensor_once():
     h, q, k, f = spec.hidden, spec.query_width, spec.key_width, spec.intermediate
     assert fused_block(share_of(spec, run)) == 2 * 8 * h + 22 * h + 8 * (q + k) + 18 * f
     assert moved(spec, run).loss == (8 + 4) * spec.vocab  # and zeros for the gradient of the logits that it returns
-    assert moved(spec, replace(run, kernels="fused-loss")).loss == 8 * spec.vocab
+    assert moved(spec, replace(run, kernels="fused-loss")).loss == 6 * spec.vocab  # Liger reads twice, writes once
 
 
 @pytest.mark.parametrize(("precision", "moved"), [("mixed-bf16", 10), ("autocast-bf16", 16)])

@@ -171,8 +171,8 @@ FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
 # The same for nanotron's column- and row-parallel layers, autograd functions in Python that call torch.distributed.
 # With one sequence of 4,096 tokens on healthy nodes, layers of 1B and 3B models at TP 4 and 8, and of 8B at TP 8, took
 # about equally long: in 31 jobs at least 4.35 to 4.56 ms, with medians of 4.5 to 4.9 (benchmarks/time/ultrascale.csv).
-# A block's operators account for 3.0.
-TENSOR_PARALLEL = {"nanotron": 1.5e-3}
+# A block's operators account for 2.5.
+TENSOR_PARALLEL = {"nanotron": 2.0e-3}
 # The same for torch.utils.checkpoint in a recomputed block: it saves and restores the states of random generators and
 # of autocast, and has hooks for each tensor. They took 0.7 to 1.0 ms on that CPU (benchmarks/time/block_host.py,
 # 2026-11-26). On an H200's host, blocks took 1.0 to 1.5 ms longer than their operators (llmlab/archive/h200). This
