@@ -14,6 +14,8 @@ from llmlab.archive.store import PACKAGE
 from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import moved
 from llmlab.formulas.time.host import (
+    CHECKPOINT,
+    TRANSFORMERS_ENDS,
     UNPACKED,
     Operators,
     compiled_kernels,
@@ -61,6 +63,13 @@ def counted(monkeypatch, model, run):
                        ((False, False), (False, True), (True, False), (True, True))))  # fmt: skip
 
 
+def formula(model, run):
+    """Return the operators of two blocks by the formulas, with those of adapters and without those outside blocks."""
+    name = "n_layer" if model["model_type"] == "gpt2" else "num_hidden_layers"
+    few, many = (started(lab.model({**model, name: layers}), run) for layers in (2, 4))
+    return many.plus(few.times(-1))
+
+
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 64}
 BLOCKS = [
     *((*each, "mixed-bf16", again) for each in ((LLAMA, None), (LLAMA, "fused-norm"), (GPT2, None))
@@ -76,6 +85,63 @@ def test_blocks_of_transformers(monkeypatch, model, kernels, precision, checkpoi
     run = replace(RUN, precision=precision, checkpointing=checkpointing, kernels=kernels)
     layers = {"n_layer": 2} if model is GPT2 else {"num_hidden_layers": 2}
     assert counted(monkeypatch, model, run) == operators(lab.model({**model, **layers}), run)
+
+
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 256}  # fmt: skip
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 64}
+
+
+@pytest.mark.parametrize(("model", "attention"), [(MIXTRAL, "sdpa"), (QWEN3_MOE, "sdpa"), (GEMMA2, "eager")],
+                         ids=["mixtral", "qwen3_moe", "gemma2"])  # fmt: skip
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_experts_gemmas_norms_and_softcaps_start_operators(monkeypatch, model, attention, checkpointing):
+    run, host = replace(RUN, precision="bf16", attention=attention, checkpointing=checkpointing), efficiency("A100")
+    found = counted(monkeypatch, model, run).times(2)
+    assert formula(model, run).seconds(host) == pytest.approx(found.seconds(host), rel=0.03)
+
+
+@pytest.mark.parametrize(("model", "ends"), [(LLAMA, "rmsnorm"), (GPT2, "layernorm")], ids=["llama", "gpt2"])
+def test_embedding_last_norm_head_and_loss_start_operators_too(monkeypatch, model, ends):
+    run, host = replace(RUN, precision="bf16"), efficiency("A100")
+    few = logged(monkeypatch, model, run)[0]
+    whole = Counter((bool(k.backward), k.kind == "none") for k in few if k.phase != "optimizer")
+    keys = (False, False), (False, True), (True, False), (True, True)
+    outside = Operators(*(whole[key] for key in keys)).plus(formula(model, run).times(-1))
+    assert TRANSFORMERS_ENDS[ends].seconds(host) == pytest.approx(outside.seconds(host), rel=0.08)
+
+
+@pytest.mark.parametrize(("model", "precision"), [
+    (MIXTRAL, "bf16"), (MIXTRAL, "autocast-bf16"), (GEMMA2, "bf16"), (QWEN3, "autocast-bf16"),
+    ({**LLAMA, "model_type": "phi3", "pad_token_id": 0}, "bf16"),
+], ids=["mixtral", "mixtral-autocast", "gemma2", "qwen3-autocast", "phi3"])  # fmt: skip
+def test_the_bytes_of_a_block(monkeypatch, model, precision):
+    """Experts whose weights are fp32 are multiplied in fp32 under autocast; Gemma multiplies by its norms' weights in
+    fp32; gate and up that are halves of one tensor have a gradient that is concatenated."""
+    run = replace(RUN, micro_batch=4, seq_len=256, precision=precision,
+                  attention="eager" if model is GEMMA2 else "sdpa")  # fmt: skip
+    few, many = (sum(k.bytes for k in log if k.phase != "optimizer" and k.kind not in ("matmul", "sent")
+                     and "attention" not in k.kind) for log in logged(monkeypatch, model, run))  # fmt: skip
+    two, four = (moved(lab.model({**model, "num_hidden_layers": layers}), run).blocks for layers in (2, 4))
+    assert four - two == pytest.approx(many - few, rel=0.02)
+
+
+def test_ddp_copies_each_gradient_into_a_bucket_and_back(monkeypatch):
+    alone, ranks = (sum(k.bytes for k in logged(monkeypatch, LLAMA, run)[0]
+                        if k.phase != "optimizer" and k.kind not in ("matmul", "sent"))
+                    for run in (replace(RUN, precision="bf16"), replace(RUN, precision="bf16", dp=2)))  # fmt: skip
+    spec = lab.model({**LLAMA, "num_hidden_layers": 2})
+    assert ranks - alone == pytest.approx(2 * 2 * 2 * spec.parameters, rel=0.01)
+    one, two = (moved(spec, replace(RUN, precision="bf16", dp=dp)).blocks for dp in (1, 2))
+    assert two - one == 2 * 2 * 2 * spec.parameters
+
+
+def test_checkpointings_python_adds_nothing_to_a_step_that_waits_for_its_gpu():
+    run = Training(micro_batch=8, seq_len=2048, precision="bf16", checkpointing="full")
+    report = lab.simulate({**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
+                           "max_position_embeddings": 2048}, run, "A100-80GB")  # fmt: skip
+    assert report.time.get("launches", 0.0) < 4 * CHECKPOINT / 2
 
 
 @pytest.mark.parametrize(("kv_heads", "checkpointing"), [(4, None), (2, None), (2, "full")])
@@ -130,7 +196,7 @@ def test_packed_weights_are_unpacked_by_an_operator_more(monkeypatch, half, chec
     lora = LoRA(rank=4, targets=("q_proj", "v_proj"), autocast_adapter_dtype=not half)
     run = replace(RUN, precision="bf16", lora=lora, quantization="nf4", checkpointing=checkpointing)
     found = counted(monkeypatch, LLAMA, run)
-    counts = started(lab.model({**LLAMA, "num_hidden_layers": 2}), run).times(0.5)
+    counts = formula(LLAMA, run).times(0.5)
     host = efficiency("A100")
     assert found.seconds(host) == pytest.approx(counts.seconds(host), rel=0.07)
 
@@ -152,9 +218,10 @@ def test_a_librarys_operators_take_as_many_of_every_hosts():
 def test_adapters(monkeypatch, checkpointing, dropout):
     run = replace(RUN, checkpointing=checkpointing, lora=LoRA(rank=4, targets=NAMES, dropout=dropout))
     found, spec = counted(monkeypatch, LLAMA, run), lab.model({**LLAMA, "num_hidden_layers": 2})
-    assert tuple(found.times(2)) == pytest.approx(tuple(started(spec, run)))
+    assert tuple(found.times(2)) == pytest.approx(tuple(formula(LLAMA, run)))
     host = efficiency("A100")
-    assert host_seconds(spec, run, host) == pytest.approx(2 * found.seconds(host) + python_seconds(spec, run))
+    seconds = 2 * found.seconds(host) + TRANSFORMERS_ENDS["rmsnorm"].seconds(host)
+    assert host_seconds(spec, run, host) == pytest.approx(seconds + python_seconds(spec, run))
 
 
 @pytest.mark.parametrize(("model", "targets", "precision", "half", "checkpointing"), [
@@ -167,8 +234,7 @@ def test_adapters_of_some_layers(monkeypatch, model, targets, precision, half, c
     lora = LoRA(rank=4, targets=targets, autocast_adapter_dtype=not half)
     run = replace(RUN, precision=precision, checkpointing=checkpointing, lora=lora)
     found = counted(monkeypatch, model, run)
-    spec = lab.model({**model, "n_layer" if model is GPT2 else "num_hidden_layers": 2})
-    assert tuple(found.times(2)) == pytest.approx(tuple(started(spec, run)), abs=2)  # of some hundred
+    assert tuple(found.times(2)) == pytest.approx(tuple(formula(model, run)), abs=2)  # of some hundred
 
 
 @pytest.mark.parametrize("more", [

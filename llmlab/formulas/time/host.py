@@ -104,7 +104,7 @@ MEGATRON = Operators(118, 84, 92, 92)
 # embedding, last norm, head, loss and schedule. This is 93 to 130 operators of a Llama's forward and 64 to 100 of its
 # backward pass (as above, whole steps).
 MEGATRON_ENDS = Operators(100, 70, 74, 74)
-STAGES = {("deepspeed", 1): Operators(7, 89, 0, 0), ("deepspeed", 2): Operators(-2, 65, 9, 36)}
+STAGES = {("deepspeed", 1): Operators(10, 50, 0, 0), ("deepspeed", 2): Operators(1, 26, 9, 36)}
 # Operators that recomputation adds. It stops at the last tensor that the backward pass needs, before the block's end.
 AGAIN = {
     "full": {"rmsnorm": Operators(36, 33, 0, 63), "fused-norm": Operators(20, 35, 2, 49),
