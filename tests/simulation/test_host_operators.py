@@ -54,8 +54,9 @@ def logged(monkeypatch, model, run):
 
 
 def counted(monkeypatch, model, run):
-    """Return the operators that two more blocks add, of one block."""
-    few, many = (Counter((bool(k.backward), k.kind == "none") for k in log) for log in logged(monkeypatch, model, run))
+    """Return the operators that two more blocks add to the passes, of one block."""
+    few, many = (Counter((bool(k.backward), k.kind == "none") for k in log if k.phase != "optimizer")
+                 for log in logged(monkeypatch, model, run))  # fmt: skip
     return Operators(*((many[key] - few[key]) / 2 for key in
                        ((False, False), (False, True), (True, False), (True, True))))  # fmt: skip
 

@@ -94,7 +94,7 @@ AUTOCAST = {"rmsnorm": (10, 16), "fused-norm": (14, 20), "layernorm": (12, 16)}
 # An additional norm, for example of queries; eager attention, which stores its scores; and the repetition of keys and
 # values for it. `_AGAIN`: operators that recomputation adds.
 NORM, NORM_AGAIN = Operators(8, 1, 16, 4), Operators(8, -1, 0, 11)
-EAGER, EAGER_AGAIN = Operators(9, 9, 9, 10), Operators(9, 9, 0, 2)
+EAGER, EAGER_AGAIN = Operators(7, 9, 8, 10), Operators(7, 9, 0, 2)
 REPEATED, REPEATED_AGAIN = Operators(2, 6, 2, 4), Operators(2, 6, 0, 0)
 TORCHTITAN = Operators(24, 55, 39, 95)
 # Operators that take as long as a layer of megatron-core, whose time is mostly Python: 2.1 times a Llama's forward and
