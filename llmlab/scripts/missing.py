@@ -97,8 +97,8 @@ def refused(error: BaseException) -> NotAvailable | None:
     words = {word for e in imports for word in re.findall(r"\w+", f"{e.name} {e}")}
     if compiled := next((name for name in COMPILED if name in words), None):
         why = "its kernels are compiled for a GPU and not simulated, so do not install it"
-        advice = f"let the script use {COMPILED[compiled]}{script_line(error)}"
-        return NotAvailable(f"{message.rstrip('.')}: {why}; {advice}")
+        instead = f"let the script use {COMPILED[compiled]}{script_line(error)}"
+        return NotAvailable(f"{message.rstrip('.')}: {why}; {instead}")
     if any(isinstance(e, ModuleNotFoundError) or "install" in str(e) for e in imports):
         return NotAvailable(f"{message.rstrip('.')}: install that package beside llmlab, or leave it out of the "
                             f"script{script_line(error)}")  # fmt: skip
