@@ -100,8 +100,8 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     block = (fused_block if fused else BLOCKS.get(stack.name, plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share) + biases(share)
     blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
-    # DDP copies each gradient into its bucket and back (torch/csrc/distributed/c10d/reducer.cpp), once per step.
-    blocks += 2 * 2 * bucket_bytes(share, states(spec, run))
+    if not stack.own_sums:  # DDP copies each gradient into its bucket and back, once per step (c10d/reducer.cpp)
+        blocks += 2 * 2 * bucket_bytes(share, states(spec, run))
     turned = 0.0
     if not fused and stack.name not in BLOCKS and not spec.learned_positions:
         _, turn = rotation(share)

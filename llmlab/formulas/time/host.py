@@ -353,7 +353,7 @@ def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
         graphs = run.accumulation / run.pp * compiled_kernels(spec, run) * COMPILED
         return graphs + hook_seconds(spec, run, host) + adding
     seconds = started(spec, run).seconds(host)
-    if run.dp > 1 and not run.zero and not stack_of(run).own_model:
+    if run.dp > 1 and not run.zero and not (stack_of(run).own_model or stack_of(run).own_sums):
         adding += trained(spec, run) / run.pp * BUCKETED.seconds(host)
     if by_bitsandbytes(run):
         quantized = sum(linear.count for linear in spec.block_linears)
