@@ -47,12 +47,13 @@ def test_messages_update_and_whole_step_on_eight_gpus():
 def test_a_step_on_512_gpus_is_mostly_longer_for_stragglers_and_slowdown():
     one, many = (step(MODEL_8B, replace(RUN, dp=dp), H100, FAST) for dp in (1, 512))
     assert many.scale > many.data - many.data_exposed > many.data_exposed
-    assert many.seconds - one.seconds == pytest.approx(many.scale + many.data, rel=0.01)
+    copies = 8 * N / efficiency(H100).bandwidth  # of gradients into buckets and back
+    assert many.seconds - one.seconds == pytest.approx(many.scale + many.data + copies, rel=0.01)
 
 
 def test_no_bucket_hides_messages_that_take_longer_than_the_backward_pass():
     took, predicted = backward(MODEL, SMALL, SHARED)
-    assert predicted.data_sent > 1.5 * took
+    assert predicted.data_sent > 1.3 * took
     assert predicted.data_exposed >= predicted.data_sent - took
     for size in (2**18, 25 * 2**20, 100 * 2**20):
         during, after = (

@@ -38,7 +38,7 @@ def test_the_bytes_of_elementwise_kernels_are_those_of_the_tables():
 
 def test_the_step_is_the_sum_that_the_page_derives():
     report = lab.estimate(MODEL, RUN, GPU)
-    assert report.time["optimizer"] == pytest.approx(84 * N / RATES.bandwidth)
+    assert report.time["optimizer"] == pytest.approx(84 * N / RATES.bandwidth, rel=0.005)  # the rest are launches
     by_hand = FLOP / RATES.matmul["fp16"] + (L * T * LAYER + 12 * (N - V * h) + 40 * T * V + 84 * N) / RATES.bandwidth
     assert report.step_seconds == pytest.approx(by_hand, rel=0.005)
 

@@ -20,7 +20,7 @@ def test_vllms_steps_are_a_little_longer_than_the_bound():
     cache = 4 * spec.layers * spec.kv_heads * spec.head_dim * 1024
     prefill, decode = 2 * multiplied * 1024 / rates.matmul["bf16"], (2 * multiplied + cache) / rates.bandwidth
     for step, bound in ((Step(0, 0, 1024), prefill), (Step(1, 1024), decode)):
-        assert 1.1 * bound < seconds(step) < 1.2 * bound
+        assert 1.1 * bound < seconds(step) < 1.25 * bound
     assert seconds(Step(0, 0, 1024)) == pytest.approx(5 * seconds(Step(1, 1024)), rel=0.1)
     assert seconds(Step(64, 1024)) < 1.7 * seconds(Step(1, 1024))
 
