@@ -157,6 +157,7 @@ benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead,
 	$(BIN)/python -m benchmarks.memory.measured --out benchmarks/results
 	$(BIN)/python -m benchmarks.speed.speed --out benchmarks/results
 	$(BIN)/python -m benchmarks.serving.serving --out benchmarks/results
+	$(BIN)/python -m benchmarks.serving.kv_cache --out benchmarks/results
 	$(BIN)/python -m benchmarks.speed.calculator --out benchmarks/results
 	$(BIN)/python -m benchmarks.speed.many_gpus --out benchmarks/results
 	$(BIN)/python -m benchmarks.speed.measure_overhead --out benchmarks/results
