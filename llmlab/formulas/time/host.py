@@ -1,6 +1,6 @@
 """CPU seconds for launching the operators of a step's passes on one device; the GPU may have to wait for them.
 
-    host = micro-batches × blocks × operators of a block × the time to launch one
+    host = micro-batches × (blocks × operators of a block + operators outside the blocks) × the time to launch one
 
 Operators are counted, not fitted: the simulator logs those of the stacks' own classes in models of two depths, and the
 difference is per block (tests/simulation/test_host_operators.py repeats the count). The time per operator depends on
