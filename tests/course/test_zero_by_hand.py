@@ -43,7 +43,7 @@ def test_messages_copies_and_updates_on_eight_gpus():
     for run, messages, moved in ((ZERO_1, 2, 40), (ZERO_3, 3, 84)):
         predicted = step(MODEL_8B, run, H100, FAST)
         assert predicted.data_sent == pytest.approx(messages * one, rel=0.13)  # the rest is latency
-        launches = 8 * N / DP / (320 * 65536) if run is ZERO_3 else 0  # of AdamW on lists; master copies have one kernel
+        launches = 8 * N / DP / (320 * 65536) if run is ZERO_3 else 0  # of AdamW on lists, not of master copies
         launching = launches * kernels(gpu(H100)).operators.launch
         assert predicted.update == pytest.approx(moved * N / DP / memory + launching, rel=0.01)
     slowdown = predicted.data - predicted.data_exposed - 12 * N / memory
