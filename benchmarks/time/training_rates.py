@@ -281,11 +281,11 @@ HEAD = """\
 # What training steps reach, beside what single kernels do (hardware/kernels); derived on {date} by
 # benchmarks/time/training_rates.py, don't edit by hand.
 #
-# measured   the cards with kernels that were measured
-# share      of the data sheet, medians over those cards: of the peak by a product of 8192 x 8192 matrices, and by
+# measured   the GPUs with kernels that were measured
+# share      of the data sheet, medians over those GPUs: of the peak by a matmul of 8192 x 8192 matrices, and by
 #            causal attention (batch 8, 32 heads of 128, 4096 tokens); of the bandwidth by element-wise operators, the
-#            mean of the cards in efficiencies.toml whose operators were measured, and of what a copy reaches there
-#            (copied: of cards with timed copies, measured_rates.toml). How much longer the memory-efficient kernel
+#            mean of the GPUs in efficiencies.toml whose operators were measured, and of the rate of a copy there
+#            (copied: of GPUs with timed copies, measured_rates.toml). How much longer the memory-efficient kernel
 #            takes than FlashAttention 2 (arXiv 2307.08691, figure 4 c and d)
 # flash_attention_2    10^12 FLOP/s of its forward and backward pass, by compute capability and head size, of so many
 #            sequences of `lengths` that they have 16,384 tokens, with heads of 2,048 in all (figures 4 and 7, c and d);

@@ -259,10 +259,12 @@ def _at(height: Height, block: Block, share: Share, saved_bytes: int, gradient: 
 
 
 def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple[int, int]:
-    """Return the temporaries of a block's backward pass and its gradients at that moment, at the highest of these
-    moments: in its MLP; when the MLP's `gradients` exist, of which that of the experts' first weight is the last; and
-    in its attention, when the MLP's `mlp_kept` bytes are freed, too. `masks`
-    is the number of masks, counted in heads."""
+    """Return the temporaries of a block's backward pass, and its gradients, at the moment when both are largest.
+
+    The moments are: in the MLP; at its end, when its `gradients` exist (the experts' first weight has the last one);
+    and in attention, when the MLP's `mlp_kept` bytes have also been freed. `masks` is the number of masks, counted in
+    heads.
+    """
     spec, run, c = share.spec, share.run, share.bytes.compute
     # A compiled backward pass overwrites its inputs, also down_proj's input, which LoRA does not save. A recomputed
     # block first has all of them.

@@ -193,7 +193,7 @@ def plain_block(share: Share) -> float:
     if of_experts:
         one_mlp = mlp(share, of_experts, share.expert_bytes)
         forward, backward = forward + one_mlp.forward, backward + one_mlp.backward
-    backward += halves(share).backward * 4 / 6  # the gradients of both halves are concatenated
+    backward += 4 * joined_bytes(share)  # the gradients of both halves are concatenated
     if share.autocast or run.quantization:
         copied = sum(map(partial(linear_casts, share), spec.block_linears)) / spec.layers
         forward, backward = forward + copied, backward + copied
@@ -272,12 +272,19 @@ def expert_width(spec: ModelSpec) -> float:
     return spec.experts_per_token * spec.moe_intermediate * spec.moe_layers / spec.layers if spec.experts else 0.0
 
 
-def halves(share: Share) -> Pass:
-    """Return the bytes per token that operators on a half of a tensor move, where gate and up are halves of one, as in
-    experts and in phi3: SiLU, a multiplication, and the gradients of both."""
-    spec, joined = share.spec, share.expert_bytes * expert_width(share.spec)
+def joined_bytes(share: Share) -> float:
+    """Return the bytes per token and layer of a gate branch that shares a tensor with its up branch, as in experts and
+    in phi3; 0 if each branch has its own tensor."""
+    spec = share.spec
     if spec.fused_qkv and spec.gated:
-        joined = share.linear_bytes * spec.token_mlp_width
+        return share.linear_bytes * spec.token_mlp_width
+    return share.expert_bytes * expert_width(spec)
+
+
+def halves(share: Share) -> Pass:
+    """Return the bytes per token that operators on such a branch move: SiLU reads it and writes, and a multiplication
+    reads two tensors and writes one. Backward, the gradients of both read two tensors and write one."""
+    joined = joined_bytes(share)
     return Pass(5 * joined, 6 * joined)
 
 
