@@ -27,7 +27,7 @@ def test_a_token_takes_its_step_and_the_prompts_of_others(engine):
     )
     for report in (alone, many):
         assert sum(report.time.values()) == pytest.approx(report.latency.tpot, rel=0.02)
-    assert alone.time["waiting"] < 0.02 * alone.latency.tpot
+    assert "waiting" not in alone.time
     read = 15 * prompt_seconds(LLAMA, many.service, H100) / 200  # each other prompt, once per answer
     assert many.time["waiting"] == pytest.approx(read, rel=0.4)
 
