@@ -38,8 +38,9 @@ class ServingReport:
     not fit.
 
     `latency` has medians and 99th percentiles under the load; `time` the parts of a step that gives each running
-    request a token, and "waiting", what the prompts of others add to it in the mean; `usd_per_million_input` and `_output` divide the price of the GPUs by the time that prompts and
-    answers take; `goodput`: requests per second within the service level that was asked for.
+    request a token, and "waiting", what the prompts of others add to it in the mean; `usd_per_million_input` and
+    `_output` divide the price of the GPUs by the time that prompts and answers take; `goodput`: requests per second
+    within the service level that was asked for.
     """
 
     model: str
