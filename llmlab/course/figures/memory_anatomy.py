@@ -46,8 +46,8 @@ def draw_lifetimes() -> Picture:
         picture,
         "When each part is in memory during a step. Weights: always. Optimizer states: from the first update on. "
         "Gradients: from backward, the last block's first, to the end. A block's activations: from its forward to its "
-        "backward, the first block's longest. Logits: around the loss, one tensor to the end. Workspace: while operators "
-        "run.",
+        "backward, the first block's longest. Logits: around the loss, one tensor to the end. Workspace: while "
+        "operators run.",
     )
 
 
