@@ -339,10 +339,11 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
 
     exposed = whole * (forward + backward(scatter, reduce) + outside) + gathers_only * backward(0.0, 0.0)
     exposed += again * (forward + outside_gather)
-    weights = sizes.weights - sizes.narrower
     gathers = (2 + sizes.again) * whole + gathers_only + again
-    size = whole * (1 + 2 * _copied(replica)) * sizes.reduced + gathers * weights
-    moved = whole * (sizes.gradients + sizes.reduced) + gathers * 2 * weights
+    gathered = gathers * (sizes.in_blocks * sizes.weights - sizes.narrower)
+    gathered += (whole + again) * (1 - sizes.in_blocks) * sizes.weights
+    size = whole * (1 + 2 * _copied(replica)) * sizes.reduced + gathered
+    moved = whole * (sizes.gradients + sizes.reduced) + 2 * gathered
     return Communicated(exposed, sent, size, gather, scatter + reduce, moved / replica.kernels.bandwidth)
 
 

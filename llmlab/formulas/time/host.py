@@ -325,8 +325,9 @@ def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> flo
     tensors, own = trained(spec, run), UPDATES.get(stack_of(run).name)
     # With a master copy, a gradient is cast before its update, and the weight after it, if FSDP2 does not cast them.
     casts = MASTER_CASTS if PRECISION[run.precision].master and not run.lora and not uses_fsdp(run) else 0
-    count = own(spec, run, tensors) if own else (UPDATED + casts) * tensors / run.pp
-    return count * HERE * hook_spread(host)
+    if own:
+        return own(spec, run, tensors) * HERE * hook_spread(host)
+    return tensors / run.pp * (UPDATED * HERE * hook_spread(host) + casts * host.dispatch)
 
 
 def compiled_kernels(spec: ModelSpec, run: Training) -> float:
