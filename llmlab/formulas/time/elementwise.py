@@ -509,8 +509,9 @@ def fused_block(share: Share) -> float:
         rotation                        reads and writes queries and keys, also in the backward pass
         activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
                                         the gradient of the weight. Otherwise 2 f, and 3 f
-        eager attention's scores        compiled: reads them, writes the saved tensors; backward: reads their gradient
-                                        and the output of softmax, writes a gradient. Otherwise operator by operator
+        attention                       compiled eager scores: reads them, writes the saved tensors; backward: reads
+                                        their gradient and the output of softmax, writes a gradient. Without a compiler
+                                        operator by operator
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)
@@ -531,7 +532,7 @@ def fused_block(share: Share) -> float:
     repeated, scores = again * forward, 0.0
     if share.kernel == "eager" and run.compile:
         scores = score_elements(share) * (softmax_element(share) + 3 * share.attention_bytes + share.softmax_bytes)
-    elif share.kernel == "eager":
+    elif not run.compile:
         one = attend(share)
         scores = T * (one.forward * (1 + again) + one.backward)
     scores /= run.tp
