@@ -88,16 +88,16 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 @lru_cache(maxsize=1024)
 def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind: bool) -> Moved:
     share, stack = share_of(spec, run, find_gpu(CARDS[flash])), stack_of(run)
-    b, again = share.bytes.compute, LOGITS_AGAIN * 4
+    b, again = share.bytes.compute, LOGITS_AGAIN * 4.0
     moves: float = LOGITS_MOVES * 4 + 2 * cast(b, 4) + bool(spec.logit_softcap) * sum(capped(b))
     if own := OWN_LOGITS.get(stack.name):
-        moves, again = sum(own[stack.cross_entropy_fusion_impl]), 0
+        moves, again = sum(own[stack.cross_entropy_fusion_impl]), 0.0
     elif (run.compile and stack.compile_loss) or run.kernels in ("liger", "fused-loss"):
-        moves, again = LIGER_LOGITS if run.kernels in ("liger", "fused-loss") else FUSED_LOGITS, 0
+        moves, again = LIGER_LOGITS if run.kernels in ("liger", "fused-loss") else FUSED_LOGITS, 0.0
         if share.compiled and run.kernels is None:
             moves += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
     if read := METHOD_LOGITS.get(run.objective.loss):
-        moves, again = read * b, 0
+        moves, again = read * b, 0.0
     row = spec.vocab / share.loss_ranks
     logits = moves * run.scored // run.cp * row
     if run.kernels == "liger":
