@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...plots.canvas import PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, grid, label, link, sketch, strip, tensor
+from ...plots.schematic import box, finished, grid, keys, label, link, sketch, strip, tensor
 
 OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # of four ranks
 PARTS = {
@@ -22,9 +22,7 @@ def draw_pair(heads: int, width: int) -> Picture:
     `heads` are the attention heads and `width` the columns of the MLP that each rank has.
     """
     picture, ax = sketch(356)
-    for rank, color in enumerate(OWNERS):
-        box(ax, 12 + 96 * rank, 8, 12, 12, "", color)
-        label(ax, 30 + 96 * rank, 14, f"rank {rank}")
+    keys(ax, {f"rank {rank}": color for rank, color in enumerate(OWNERS)}, (12, 108, 204, 300), 8)
     tensor(ax, 30, 66, 56, 56, "T", "h", "x")
     label(ax, 58, 138, "whole", "center")
     label(ax, 104, 94, "·", "center", weight="bold")
@@ -100,10 +98,7 @@ def draw_activations(rows: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw one bar per row: the bytes of activations that a GPU stores, by kind."""
     kinds = list(next(iter(rows.values())))
     picture, ax = sketch(38 + 48 * len(rows))
-    for place, (kind, color) in enumerate(zip(kinds, KINDS, strict=True)):
-        x = (12, 86, 212)[place]
-        box(ax, x, 8, 12, 12, "", color)
-        label(ax, x + 18, 14, kind)
+    keys(ax, dict(zip(kinds, KINDS, strict=True)), (12, 86, 212), 8)
     longest = max(sum(parts.values()) for parts in rows.values())
     texts = []
     for row, (name, parts) in enumerate(rows.items()):
