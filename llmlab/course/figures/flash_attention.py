@@ -49,17 +49,16 @@ def draw_tile_loop() -> Picture:
     link(ax, (12, 86), (250, 86), color=MUTED)
     label(ax, 258, 86, "the loop", color=MUTED)
     label(ax, 258, 50, "each program\nreads them once", color=MUTED)
-    link(ax, (112, 74), (112, 128))
     box(ax, 12, 104, 376, 172, "", WHITE)
     label(ax, 124, 116, "one program", weight="bold")
     box(ax, 20, 132, 60, 34, "q\nM rows", KEPT)
     box(ax, 92, 132, 90, 34, "s = q·kᵀ\nM × M", IN_THE_LOOP)
     box(ax, 206, 132, 172, 34, "m′ = max(m, s)\np = exp(s − m′)", IN_THE_LOOP)
-    link(ax, (80, 149), (92, 149))
-    link(ax, (182, 149), (206, 149))
     box(ax, 20, 196, 120, 34, "l ← l·exp(m − m′)\n+ Σp", KEPT)
     box(ax, 152, 196, 148, 34, "o ← o·exp(m − m′)\n+ p·v", KEPT)
     box(ax, 312, 196, 66, 34, "m ← m′", KEPT)
+    for start, end in (((112, 74), (112, 128)), ((80, 149), (92, 149)), ((182, 149), (206, 149))):
+        link(ax, start, end)
     for x in (80, 226, 345):
         link(ax, (292, 166), (x, 196), color=MUTED)
     keys(ax, {"kept during the loop": KEPT, "replaced by each tile": IN_THE_LOOP}, (20, 204), 248)
@@ -104,11 +103,10 @@ def draw_backward() -> Picture:
     for number, name in enumerate(("scores s", "probabilities p")):
         box(ax, 112 + 142 * number, 76, 132, 38, f"{name}\nS × S", WHITE, MUTED)
     label(ax, 12, 134, "recomputed, tile by tile", weight="bold")
-    box(ax, 12, 148, 132, 38, "p = exp(q·kᵀ − lse)", IN_THE_LOOP)
-    box(ax, 156, 148, 96, 38, "δ = dO·out", IN_THE_LOOP)
-    box(ax, 264, 148, 124, 38, "ds = p·(dp − δ)", IN_THE_LOOP)
-    link(ax, (144, 167), (156, 167), color=MUTED)
-    link(ax, (252, 167), (264, 167), color=MUTED)
+    for x, width, words in ((12, 132, "p = exp(q·kᵀ − lse)"), (156, 96, "δ = dO·out"), (264, 124, "ds = p·(dp − δ)")):
+        box(ax, x, 148, width, 38, words, IN_THE_LOOP)
+        if x > 12:
+            link(ax, (x - 12, 167), (x, 167), color=MUTED)
     return finished(
         picture,
         "The forward pass saves q, k, v and the output, S by d each, and lse, one number per row. Scores and "

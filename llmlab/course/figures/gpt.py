@@ -156,25 +156,19 @@ def draw_mlps(h: int, wide: int, gated: int) -> Picture:
     plain, swiglu = 2 * h * wide, 3 * h * gated
     scale = 104 / max(wide, gated)
     label(ax, 12, 14, f"GELU MLP: 2 × {h:,} × {wide:,} = {plain:,}", weight="bold")
-    _layer(ax, 20, 84, h * scale, f"{h:,}")
+    label(ax, 12, 176, f"SwiGLU: 3 × {h:,} × {gated:,} = {swiglu:,}", weight="bold")
+    for y, width in ((84, wide), (266, gated)):
+        for x, channels in ((20, h), (244, width), (360, h)):
+            _layer(ax, x, y, channels * scale, f"{channels:,}")
+        link(ax, (262, y), (359, y), "down")
     _layer(ax, 122, 84, wide * scale, f"{wide:,}")
-    _layer(ax, 244, 84, wide * scale, f"{wide:,}")
-    _layer(ax, 360, 84, h * scale, f"{h:,}")
     link(ax, (38, 84), (121, 84), "up")
     link(ax, (140, 84), (243, 84), "GELU")
-    link(ax, (262, 84), (359, 84), "down")
-    label(ax, 12, 176, f"SwiGLU: 3 × {h:,} × {gated:,} = {swiglu:,}", weight="bold")
-    _layer(ax, 20, 266, h * scale, f"{h:,}")
-    for y, name in ((228, "gate"), (304, "up")):
+    for y, y_of_words, name, function, end in ((228, 200, "gate", "SiLU", 262), (304, 334, "up", "×", 270)):
         _layer(ax, 122, y, gated * scale, "")
+        label(ax, 146, y_of_words, f"{gated:,}")
         link(ax, (38, 266), (121, y), name)
-    label(ax, 146, 200, f"{gated:,}")
-    label(ax, 146, 334, f"{gated:,}")
-    link(ax, (140, 228), (243, 262), "SiLU")
-    link(ax, (140, 304), (243, 270), "×")
-    _layer(ax, 244, 266, gated * scale, f"{gated:,}")
-    link(ax, (262, 266), (359, 266), "down")
-    _layer(ax, 360, 266, h * scale, f"{h:,}")
+        link(ax, (140, y), (243, end), function)
     return finished(
         picture,
         f"Two MLPs. GELU: a matmul from {h:,} to {wide:,} channels, GELU, a matmul back, {plain:,} weights. SwiGLU: "

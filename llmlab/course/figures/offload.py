@@ -29,15 +29,14 @@ def draw_traffic(parameters: int) -> Picture:
     box(ax, 180, 36, 90, 36, "activations", COLORS["activations"])
     box(ax, 280, 36, 100, 36, "a gradient", COLORS["gradients"])
     label(ax, 200, 121, "PCIe", "center", weight="bold")
-    link(ax, (330, 82), (330, 160), f"2N: {size(2)}")
-    link(ax, (70, 160), (70, 82), f"2N: {size(2)}")
     rank(ax, 8, 160, 384, 240, "host")
     box(ax, 20, 188, 360, 30, f"pinned buffer {size(2)}", WHITE)
-    link(ax, (330, 218), (330, 252), f"4N, in fp32: {size(4)}")
-    link(ax, (70, 252), (70, 218), f"2N: {size(2)}")
     box(ax, 20, 252, 360, 40, f"AdamW on the CPU moves 30N: {size(30)}", WHITE)
-    link(ax, (330, 340), (330, 292), f"12N: {size(12)}")
-    link(ax, (70, 292), (70, 340), f"12N: {size(12)}")
+    for x, start, end, words in (
+        (330, 82, 160, f"2N: {size(2)}"), (70, 160, 82, f"2N: {size(2)}"), (330, 218, 252, f"4N, in fp32: {size(4)}"),
+        (70, 252, 218, f"2N: {size(2)}"), (330, 340, 292, f"12N: {size(12)}"), (70, 292, 340, f"12N: {size(12)}"),
+    ):  # fmt: skip
+        link(ax, (x, start), (x, end), words)
     for x, name in ((20, "master weights"), (142, "1st moment"), (264, "2nd moment")):
         box(ax, x, 340, 116, 52, f"{name}\n{size(4)}", COLORS["optimizer"])
     return finished(picture, f"{size(2)} of gradients cross PCIe to a pinned buffer of the host, and {size(2)} of "

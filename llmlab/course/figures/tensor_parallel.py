@@ -24,28 +24,20 @@ def draw_pair(heads: int, width: int) -> Picture:
     picture, ax = sketch(356)
     keys(ax, {f"rank {rank}": color for rank, color in enumerate(OWNERS)}, (12, 108, 204, 300), 8)
     tensor(ax, 30, 66, 56, 56, "T", "h", "x")
-    label(ax, 58, 138, "whole", "center")
-    label(ax, 104, 94, "·", "center", weight="bold")
-    grid(ax, 136, 66, [[("", color) for color in OWNERS]], 24, 56)
-    label(ax, 131, 94, "h", "right")
-    label(ax, 184, 40, "$W_1[h, f_{tp}]$", "center")
-    label(ax, 184, 138, "by columns", "center")
-    label(ax, 256, 94, "=", "center", weight="bold")
-    grid(ax, 292, 66, [[("", color) for color in OWNERS]], 24, 56)
-    label(ax, 287, 94, "T", "right")
-    label(ax, 340, 40, "$u[T, f_{tp}]$", "center")
-    label(ax, 340, 138, "no messages", "center")
-    grid(ax, 30, 200, [[("", color) for color in OWNERS]], 24, 56)
-    label(ax, 25, 228, "T", "right")
-    label(ax, 78, 272, "act(u)", "center")
-    label(ax, 138, 228, "·", "center", weight="bold")
+    for x, y, rows in ((136, 66, "h"), (292, 66, "T"), (30, 200, "T")):  # split by columns
+        grid(ax, x, y, [[("", color) for color in OWNERS]], 24, 56)
+        label(ax, x - 5, y + 28, rows, "right")
     grid(ax, 152, 186, [[("", color)] for color in OWNERS], 56, 21)
-    label(ax, 180, 168, "$W_2[f_{tp}, h]$", "center")
-    label(ax, 180, 290, "by rows", "center")
-    label(ax, 224, 228, "=", "center", weight="bold")
     for rank, color in enumerate(OWNERS):
         box(ax, 236 + 10 * rank, 186 + 10 * rank, 46, 46, "", color)
-    label(ax, 262, 168, "partial sums", "center")
+    for x, y, sign in ((104, 94, "·"), (256, 94, "="), (138, 228, "·"), (224, 228, "=")):
+        label(ax, x, y, sign, "center", weight="bold")
+    for x, y, words in (
+        (58, 138, "whole"), (184, 40, "$W_1[h, f_{tp}]$"), (184, 138, "by columns"), (340, 40, "$u[T, f_{tp}]$"),
+        (340, 138, "no messages"), (78, 272, "act(u)"), (180, 168, "$W_2[f_{tp}, h]$"), (180, 290, "by rows"),
+        (262, 168, "partial sums"),
+    ):  # fmt: skip
+        label(ax, x, y, words, "center")
     link(ax, (312, 226), (344, 226))
     tensor(ax, 344, 203, 46, 46, "", "", "y")
     label(ax, 392, 272, "all-reduce: y[T, h]", "right", weight="bold")
