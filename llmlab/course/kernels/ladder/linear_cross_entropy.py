@@ -11,7 +11,7 @@ Memory besides hidden, weight and their gradients, and the number of matmuls of 
     3  a chunk, b·r·V, in backward (2·b + 4)·r·V: saves only logsumexp, recomputes the logits    4
     4  a chunk, b·r·V, which its gradient overwrites                                             3
 
-Rungs 1 and 4 hold the gradients from forward on: compute a loss that needs no backward under no_grad.
+Rungs 1 and 4 keep the gradients in memory from the forward pass on, so compute a loss without backward under no_grad.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def linear_cross_entropy(
     check_columns(hidden)
     hidden, weight = as_autocast(hidden, weight)
     if weight.dim() != 2 or not len(weight) or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype:
-        given = f"hidden {hidden.dtype} {tuple(hidden.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
-        raise SpecError(f"{given} do not fit; give one dtype, hidden (..., C) and weight (V, C)")
+        actual = f"hidden {hidden.dtype} {tuple(hidden.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
+        raise SpecError(f"{actual} do not fit; give one dtype, hidden (..., C) and weight (V, C)")
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64 or targets.device != hidden.device:
-        given = f"targets are {targets.dtype} {tuple(targets.shape)} on {targets.device}"
-        raise SpecError(f"{given}; they must be torch.int64 {tuple(hidden.shape[:-1])} on {hidden.device}")
+        actual = f"targets are {targets.dtype} {tuple(targets.shape)} on {targets.device}"
+        raise SpecError(f"{actual}; they must be torch.int64 {tuple(hidden.shape[:-1])} on {hidden.device}")
     hidden_RC, targets_R = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(1, hidden_RC.numel() // weight.shape[0] // ROWS) * ROWS if chunk is None else chunk
     check_counts(chunk=chunk)
@@ -68,9 +68,9 @@ def linear_cross_entropy0(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tenso
 class Gradients(torch.autograd.Function):
     """Loss and gradients in forward. dweight is summed in weight's dtype, rounded once per chunk, as in accumulation.
 
-    GradScaler's factor arrives in backward, too late for gradients that underflow in fp16 in forward, as most of
-    softmax does after the mean's 1/R. So until then the gradients are R times as large; dweight only √R times, because
-    its sum could overflow.
+    The factor of GradScaler arrives in backward. This is too late for gradients that underflow in fp16 in forward, as
+    most of softmax does after the mean's 1/R. Until then, the gradients are therefore R times as large, and dweight
+    only √R times, because its sum could overflow.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a copy of dweight would take V·C more. Autograd refuses a second backward, which finds them changed.
+        # In place, because a copy of dweight would need V·C numbers more. Autograd then refuses a second backward.
         pairs = zip(ctx.saved_tensors, ctx.larger, strict=True)
         return *(None if d is None else d.mul_(gradient / larger) for d, larger in pairs), None, None, None, None
 

@@ -85,8 +85,8 @@ class RMSNorm(torch.autograd.Function):
             dx = inverse_rms[:, None] * (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True))
             return dx.view(x.shape).to(x.dtype), (dy_fp32 * normalized).sum(0).to(weight.dtype), None, None, None
         rows, columns = x_RN.shape
-        over = ctx.inplace and dy.is_contiguous()
-        dx = dy if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        overwrite = ctx.inplace and dy.is_contiguous()
+        dx = dy if overwrite else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         partial_PN = torch.empty(min(rows, programs(x)), columns, dtype=torch.float32, device=x.device)
         block, strides = triton.next_power_of_2(columns), (dy_RN.stride(0), x_RN.stride(0))
         sizes = rows, columns, block, stages(block, x.element_size())
@@ -103,8 +103,8 @@ def programs(x: Tensor) -> int:
 def stages(block: int, itemsize: int) -> int:
     """Return the pipeline's stages in backward: with 2 a program fetches its next row while it computes this one.
 
-    One program has a multiprocessor to itself, so nothing else is fetched while its threads wait for each other's sums.
-    The rows of x and dy that wait take shared memory, of which a T4 has 64 KiB.
+    A program runs alone on its multiprocessor, so nothing else is fetched while its threads wait for each other's sums.
+    The prefetched rows of x and dy need shared memory, of which a T4 has 64 KiB.
     """
     return 2 if 2 * block * itemsize <= 64 * 1024 else 1
 

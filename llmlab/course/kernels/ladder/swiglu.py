@@ -33,8 +33,8 @@ def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None, inplace: bool =
     SpecError if shapes or dtypes differ.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        given = f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}"
-        raise SpecError(f"{given}; give both one shape and one dtype")
+        inputs = f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}"
+        raise SpecError(f"{inputs}; give both one shape and one dtype")
     return run(choose(rung, gate, up), swiglu0, swiglu1, SwiGLU, gate, up, inplace=inplace)
 
 
