@@ -22,9 +22,10 @@ from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from ..base.errors import SpecError
-from .canvas import INK, MUTED, PANEL, PHONE, SMALL, WHITE, Picture, cell, ink_on, styled
+from .canvas import INK, MUTED, PALETTE, PANEL, PHONE, SMALL, WHITE, Picture, cell, ink_on, styled
 
 PIXELS = 100  # per inch
+OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # the colours of four ranks or experts, and of their shares
 Point = tuple[float, float]
 
 

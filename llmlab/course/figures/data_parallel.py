@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...base.units import GiB
 from ...plots.canvas import PALETTE, PANEL, WHITE, Picture
-from ...plots.schematic import box, finished, grid, keys, label, link, rank, sketch, strip
+from ...plots.schematic import OWNERS, box, finished, grid, keys, label, link, rank, sketch, strip
 
-OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # of the numbers of each rank
 SUMS = (WHITE, PALETTE[6], PALETTE[1], PALETTE[2])  # of chunks that sum 1 to 4 ranks
 PASSES = {"forward": PALETTE[0], "backward": PALETTE[1], "all-reduce": PALETTE[5]}
 PARTS = {
     "compute": PALETTE[5], "exposed messages": PALETTE[3], "slowdown": PALETTE[1],
     "update": PALETTE[2], "stragglers": PALETTE[4],
 }  # fmt: skip
-GIB = 2**30
 
 
 def draw_replicas(parts: Mapping[str, float], sent: float, ranks: int = 8) -> Picture:
@@ -22,22 +21,21 @@ def draw_replicas(parts: Mapping[str, float], sent: float, ranks: int = 8) -> Pi
     ring in which each sends `sent` bytes per step."""
     picture, ax = sketch(308)
     scale = 170 / sum(parts.values())
-    colors = [PALETTE[i] for i in (5, 1, 2, 4)]
     for number in range(3):
         x = 8 + 98 * number
         rank(ax, x, 6, 90, 254, f"GPU {number}")
         label(ax, x + 45, 40, f"sequence {number}", "center")
         y = 54.0
-        for (name, size), color in zip(parts.items(), colors, strict=True):
+        for (name, size), color in zip(parts.items(), OWNERS, strict=True):
             box(ax, x + 6, y, 78, size * scale, name, color)
             y += size * scale
         link(ax, (x + 84, 250), (x + 104, 250))
     label(ax, 350, 140, "...", "center", weight="bold")
     label(ax, 350, 160, f"GPU {ranks - 1}", "center")
-    total, message = sum(parts.values()) / GIB, sent / GIB
+    total, message = sum(parts.values()) / GiB, sent / GiB
     label(ax, 8, 276, f"The same {total:.1f} GiB on all {ranks} GPUs", weight="bold")
     label(ax, 8, 296, f"In each step, each sends {message:.1f} GiB of gradients to the next")
-    sizes = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in parts.items())
+    sizes = ", ".join(f"{name} {size / GiB:.1f} GiB" for name, size in parts.items())
     return finished(picture, f"{ranks} GPUs, each with its own sequence and the same {total:.1f} GiB: {sizes}. In each "
                     f"step, each GPU sends {message:.1f} GiB of gradients to the next.")  # fmt: skip
 

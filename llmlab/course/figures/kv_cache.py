@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...base.units import GiB
 from ...plots.canvas import FAINT, MUTED, PALETTE, WHITE, Picture
 from ...plots.schematic import box, finished, grid, keys, label, link, sketch, strip
 
-GIB = 2**30
 HEADS, WIDE = 8, 33  # query heads drawn of each layer
 
 
@@ -22,7 +22,7 @@ def draw_budget(budgets: Mapping[str, Mapping[str, int]], request: int) -> Pictu
     words = []
     for row, (name, parts) in enumerate(budgets.items()):
         y, count = 46 + 56 * row, max(0, parts["cache"]) // request
-        words.append(f"{name}: {max(0, parts['cache']) / GIB:.1f} GiB for {count} requests")
+        words.append(f"{name}: {max(0, parts['cache']) / GiB:.1f} GiB for {count} requests")
         label(ax, 12, y, words[-1], weight="bold")
         pieces = [(parts["weights"], "", FAINT), (parts["other"], "", PALETTE[2])]
         strip(ax, 12, y + 10, [*pieces, *[(request, "", PALETTE[1])] * count], scale, 22)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...base.units import GiB, MiB
 from ...plots.canvas import PALETTE, PANEL, PHONE, WHITE, Picture, cell, legend, name_rows, new_picture, styled, write
 from ...plots.schematic import box, finished, keys, label, link, rank, sketch, strip
 from ..techniques.pipeline_schedules import Span, bubble
@@ -15,27 +16,26 @@ STEP = {
     "messages": PALETTE[3], "gradients, update": PALETTE[2], "stragglers": PALETTE[4],
 }  # fmt: skip
 MEMORY = {"states": PALETTE[5], "activations": PALETTE[1], "other": PALETTE[7]}
-GIB = 2**30
 
 
 def draw_stages(stages: Mapping[str, tuple[str, float]], message: float) -> Picture:
     """Draw the first two and the last of the `stages` of a pipeline, GPU: (layers, bytes of weights), and the
     `message` bytes that pass between neighbours, as hidden states and as their gradients."""
     names = list(stages)
-    drawn, passed = [*names[:2], names[-1]], f"{message / 2**20:.0f} MiB"
+    drawn, passed = [*names[:2], names[-1]], f"{message / MiB:.0f} MiB"
     picture, ax = sketch(258)
     for place, name in enumerate(drawn):
         y, (layers, weights) = 6 + 98 * place, stages[name]
         rank(ax, 8, y, 384, 50, name)
         box(ax, 74, y + 10, 206, 30, layers, WHITE)
-        label(ax, 336, y + 25, f"{weights / GIB:.1f} GiB", "center")
+        label(ax, 336, y + 25, f"{weights / GiB:.1f} GiB", "center")
         if place < 2:
             link(ax, (110, y + 50), (110, y + 98), passed)
             link(ax, (244, y + 98), (244, y + 50), passed)
     label(ax, 78, 79, "forward", "right")
     label(ax, 276, 79, "backward")
     label(ax, 177, 177, "...", "center", weight="bold")
-    texts = [f"{name} has {layers}, {weights / GIB:.1f} GiB of weights" for name, (layers, weights) in stages.items()]
+    texts = [f"{name} has {layers}, {weights / GiB:.1f} GiB of weights" for name, (layers, weights) in stages.items()]
     return finished(picture, f"A pipeline of {len(stages)} stages. {'; '.join(texts)}. For each micro-batch, a hidden "
                     f"state of {passed} passes from each stage to the next, and its gradient passes back.")  # fmt: skip
 
@@ -112,13 +112,13 @@ def draw_stage_memory(peaks: Mapping[str, Sequence[Mapping[str, float]]], room: 
         for number, stage in enumerate(stages):
             label(ax, 54, top + 8 + 20 * number, f"GPU {number}", "right")
             end = strip(ax, 60, top + 20 * number, [(stage[part], "", MEMORY[part]) for part in MEMORY], scale, 16)
-            total = sum(stage.values()) / GIB
+            total = sum(stage.values()) / GiB
             label(ax, max(end, 60 + room * scale) + 6, top + 8 + 20 * number, f"{total:.1f} GiB")
             texts.append(f"{name}, GPU {number}: {total:.1f} GiB")
         x = 60 + room * scale
         ax.plot((x, x), (top - 2, top + 20 * len(stages) - 2), color=PALETTE[0], linewidth=2)
         y += 30 + 20 * len(stages)
-    return finished(picture, f"Peak memory of each stage; a GPU has {room / GIB:.1f} GiB. {'; '.join(texts)}.")
+    return finished(picture, f"Peak memory of each stage; a GPU has {room / GiB:.1f} GiB. {'; '.join(texts)}.")
 
 
 def draw_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:

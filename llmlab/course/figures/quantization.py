@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...base.units import GiB
 from ...plots.canvas import (
     FAINT,
     INK,
@@ -20,8 +21,6 @@ from ...plots.canvas import (
 from ...plots.curve import DASHES, LINES, MARKERS
 from ...plots.schematic import box, finished, grid, keys, label, link, sketch, strip
 
-GIB = 2**30
-
 
 def draw_memory(needs: Mapping[str, tuple[int, int]], rooms: Mapping[str, float]) -> Picture:
     """Draw the bytes of weights and cache in each format as a bar, and the memory of each device as a line."""
@@ -33,15 +32,15 @@ def draw_memory(needs: Mapping[str, tuple[int, int]], rooms: Mapping[str, float]
     for place, (name, room) in enumerate(rooms.items()):
         x, y = 12 + room * scale, 34 + 18 * place
         ax.plot((x, x), (y + 8, bottom), color=PALETTE[0], linewidth=1.6, linestyle="--")
-        label(ax, x - 3 if x > 200 else x + 3, y + 1, f"{name}: {room / GIB:.1f} GiB", "right" if x > 200 else "left",
+        label(ax, x - 3 if x > 200 else x + 3, y + 1, f"{name}: {room / GiB:.1f} GiB", "right" if x > 200 else "left",
               color=PALETTE[0])  # fmt: skip
     words = []
     for row, (name, (weights, cache)) in enumerate(needs.items()):
         y = top + 8 + 44 * row
-        words.append(f"{name}: {(weights + cache) / GIB:.1f} GiB")
+        words.append(f"{name}: {(weights + cache) / GiB:.1f} GiB")
         label(ax, 14, y, words[-1], weight="bold", bbox={"facecolor": WHITE, "edgecolor": "none", "pad": 0.5})
         strip(ax, 12, y + 10, [(weights, "", PALETTE[5]), (cache, "", PALETTE[1])], scale, 18)
-    lines = ", ".join(f"{name} {room / GIB:.1f} GiB" for name, room in rooms.items())
+    lines = ", ".join(f"{name} {room / GiB:.1f} GiB" for name, room in rooms.items())
     return finished(picture, f"Weights and KV cache: {'; '.join(words)}. Lines: {lines}.")
 
 

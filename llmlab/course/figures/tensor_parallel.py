@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...base.units import GiB, MiB
 from ...plots.canvas import PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, grid, keys, label, link, sketch, strip, tensor
+from ...plots.schematic import OWNERS, box, finished, grid, keys, label, link, sketch, strip, tensor
 
-OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # of four ranks
 PARTS = {
     "compute": PALETTE[5], "tensor-parallel messages": PALETTE[3], "data parallelism": PALETTE[1],
     "update": PALETTE[2], "waiting": PALETTE[4],
 }  # fmt: skip
 KINDS = [PALETTE[i] for i in (3, 1, 5)]
-MIB, GIB = 2**20, 2**30
 
 
 def draw_pair(heads: int, width: int) -> Picture:
@@ -58,8 +57,8 @@ def draw_sequence_parallel(stream: float, tp: int) -> Picture:
 
     `stream` are the bytes of a tensor T × h.
     """
-    whole = [(1.0, f"{stream / MIB:.0f} MiB", PALETTE[5])]
-    share = [(1 / tp, "", PALETTE[5]), (1 - 1 / tp, f"{stream / tp / MIB:.0f} MiB", WHITE)]
+    whole = [(1.0, f"{stream / MiB:.0f} MiB", PALETTE[5])]
+    share = [(1 / tp, "", PALETTE[5]), (1 - 1 / tp, f"{stream / tp / MiB:.0f} MiB", WHITE)]
     rows = [
         ("norm", whole, share, "", "all-gather"),
         ("q, k, v to output", whole, whole, "all-reduce", "reduce-scatter"),
@@ -80,9 +79,9 @@ def draw_sequence_parallel(stream: float, tp: int) -> Picture:
     return finished(
         picture,
         f"A layer on one of {tp} ranks, forward. Tensor parallelism: each part has all tokens of its input, "
-        f"{stream / MIB:.0f} MiB, and an all-reduce follows attention and the MLP. With sequence parallelism, an "
+        f"{stream / MiB:.0f} MiB, and an all-reduce follows attention and the MLP. With sequence parallelism, an "
         "all-gather stands before attention and before the MLP, a reduce-scatter after each, and the norms have "
-        f"{stream / tp / MIB:.0f} MiB.",
+        f"{stream / tp / MiB:.0f} MiB.",
     )
 
 
@@ -95,11 +94,11 @@ def draw_activations(rows: Mapping[str, Mapping[str, float]]) -> Picture:
     texts = []
     for row, (name, parts) in enumerate(rows.items()):
         y = 44 + 48 * row
-        text = f"{name}: {sum(parts.values()) / GIB:.1f} GiB"
+        text = f"{name}: {sum(parts.values()) / GiB:.1f} GiB"
         label(ax, 12, y, text)
         pieces = [(parts[kind], "", color) for kind, color in zip(kinds, KINDS, strict=True)]
         strip(ax, 12, y + 10, pieces, 376 / longest, 18)
-        texts.append(f"{text} ({', '.join(f'{kind} {size / GIB:.1f}' for kind, size in parts.items())})")
+        texts.append(f"{text} ({', '.join(f'{kind} {size / GiB:.1f}' for kind, size in parts.items())})")
     return finished(picture, f"Activations of a GPU. {'; '.join(texts)}.")
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...plots.canvas import FAINT, PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, grid, keys, label, link, rank, sketch, strip
+from ...plots.schematic import OWNERS, box, finished, grid, keys, label, link, rank, sketch, strip
 
-OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # of the tokens, heads and scores of each rank
 AXES = {"tp": PALETTE[5], "dp": PALETTE[1], "pp": PALETTE[4]}
 PARTS = {
     "compute": PALETTE[5], "tensor": PALETTE[3], "bubble": PALETTE[0], "data": PALETTE[1], "stragglers": PALETTE[4],
