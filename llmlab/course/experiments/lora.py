@@ -1,4 +1,4 @@
-"""Fine-tuning a tiny Llama on a new kind of text, with all weights or with LoRA: what it learns and what it forgets.
+"""Fine-tuning a tiny Llama on a new kind of text, with all weights or with LoRA: its losses on new and on old text.
 
     python -m llmlab.course.experiments.lora
 

@@ -164,7 +164,7 @@ def calibration(seed: int, tokens: int = CALIBRATION) -> Tensor:
 def cost(
     model: Llama, steps: int, outliers: bool, method: str, group: int, bits: int, tokens: int, seed: int
 ) -> Result:
-    """Quantize all linear layers but the head, and return the held-out loss."""
+    """Quantize all linear layers except the head, and return the held-out loss."""
     quantize, text = METHODS[method], calibration(seed, tokens) if tokens else None
     changed = quantize_model(model, lambda w, x: quantize(w, x, bits, group or None), text)
     return Result(steps, outliers, method, group, bits, tokens, seed, held_out_loss(changed))

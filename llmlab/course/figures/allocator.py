@@ -101,7 +101,7 @@ def draw_fragmentation(patterns: Mapping[str, Fragmented]) -> Picture:
 
 
 def draw_verdicts(verdicts: Mapping[str, tuple[Verdict, int]]) -> Picture:
-    """Return a row for each GPU: the range of what the process may need, and the memory of the GPU as a line.
+    """Return a row for each GPU: the range of bytes that the process may need, and the memory of the GPU as a line.
 
     `verdicts`: for each GPU the verdict of the run, and the bytes of the GPU.
     """

@@ -1,4 +1,4 @@
-"""The figures of the chapter on LoRA and QLoRA: where the bytes are, what was learned and forgotten, and NF4."""
+"""The figures of the chapter on LoRA and QLoRA: bytes, losses on new and on old text, and NF4."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Losses = Sequence[tuple[float, float]]  # (new text, old text), one pair for eac
 
 
 def draw_update(side: int, rank: int, tokens: int, sizes: Mapping[str, Sequence[float]]) -> Picture:
-    """Draw a frozen square matrix beside A and B, and a table of MiB.
+    """Draw a frozen square matrix next to A and B, and a table of MiB.
 
-    `sizes` maps a name to the MiB of weights, of gradients, of optimizer states, and of what is saved for backward.
+    `sizes` maps a name to the MiB of weights, gradients, optimizer states, and tensors saved for backward.
     """
     picture, ax = sketch(306 + 30 * len(sizes))
     box(ax, 40, 12, 320, 28, f"x: {tokens:,} tokens × {side:,}", PALETTE[5])

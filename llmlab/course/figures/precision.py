@@ -104,7 +104,7 @@ def draw_lanes(lanes: Mapping[str, Sequence[tuple[str, str]]]) -> Picture:
 
 
 def draw_ledger(terms: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw what autocast adds to the peak and what it saves: (bytes in fp32, bytes under autocast) of each term."""
+    """Draw how autocast changes each term of the peak: (bytes in fp32, bytes under autocast)."""
     picture, ax = sketch(52 + 40 * (len(terms) + 1))
     changes = {name: after - before for name, (before, after) in terms.items()}
     changes["sum"] = sum(changes.values())

@@ -232,7 +232,7 @@ def draw_awq(lanes: Mapping[str, tuple[float, float]]) -> Picture:
 
 
 def plot_costs(lines: Mapping[str, Sequence[tuple[float, float, float, float]]], ylabel: str) -> Picture:
-    """Plot what quantization costs: for each method, points (bits per weight, lowest, mean, highest) on a log axis."""
+    """Plot the cost of quantization: for each method, points (bits per weight, lowest, mean, highest) on a log axis."""
     with styled():
         picture, (ax,) = new_picture(4.4)
         for (name, points), color, dash, marker in zip(lines.items(), LINES, DASHES, MARKERS, strict=False):

@@ -78,7 +78,7 @@ def speculate(
 ) -> Speculation:
     """Return the Speculation for one prompt `ids`, (1, T). `filters` are those of `probabilities`, for both models.
 
-    Without a `generator` both models take the likeliest token, and the text is what `model` alone would write. Raises
+    Without a `generator`, both models choose the likeliest token, and the text equals that of `model` alone. Raises
     SpecError as `generate` does, and if the two vocabularies differ in size.
     """
     check_prompt(model, ids[0].tolist(), max_new_tokens)

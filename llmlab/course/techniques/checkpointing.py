@@ -153,8 +153,8 @@ class Segment(nn.ModuleList):
 def every(spacing: int, how: Callable[..., Tensor] = checkpoint) -> Callable[..., Tensor]:
     """Return a `run_blocks` for GPT and Llama that checkpoints segments of `spacing` blocks.
 
-    `how` runs one segment: `checkpoint`, `recompute`, `selective` or torch.utils.checkpoint's. A spacing below 1 raises
-    SpecError.
+    `how` runs one segment: `checkpoint`, `recompute`, `selective` or the function of torch.utils.checkpoint. A spacing
+    below 1 raises SpecError.
     """
     check_counts(spacing=spacing)
 

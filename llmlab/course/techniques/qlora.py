@@ -1,4 +1,4 @@
-"""QLoRA: LoRA adapters trained beside a frozen base model in 4 bits (Dettmers et al., arXiv 2305.14314).
+"""QLoRA: LoRA adapters on a frozen base model in 4 bits (Dettmers et al., arXiv 2305.14314).
 
     y = x · dequantize(W)ᵀ + (alpha / r) · x Aᵀ Bᵀ      (equation 5)
 

@@ -2,7 +2,7 @@
 
     R  rows (tokens)     C  hidden size     V  vocabulary     r  rows of a chunk     b  bytes per value
 
-Memory besides hidden, weight and their gradients, and the number of matmuls of a step (2·R·C·V FLOP each):
+Memory in addition to hidden, weight and their gradients, and the number of matmuls of a step (2·R·C·V FLOP each):
 
     0  logits and their gradient in b, and four to five copies in fp32: about (2·b + 16)·R·V     3
     1  a chunk of those, (2·b + 12)·r·V: a row's loss and gradient need only that row, so forward
@@ -36,9 +36,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean loss in nats, an fp32 scalar. hidden: (..., C), weight: (V, C), targets: (...), int64.
 
-    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. `chunk`: rows whose logits are in
-    memory at once (rungs 1, 3, 4); by default as many as take the memory of hidden, in whole tiles of a product. Raises
-    SpecError if shapes or dtypes do not fit.
+    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. `chunk` is the number of rows whose
+    logits are in memory at the same time (rungs 1, 3, 4). By default, these logits need as much memory as hidden,
+    rounded down to whole tiles of a matmul. Raises SpecError if shapes or dtypes do not fit.
     """
     check_columns(hidden)
     hidden, weight = as_autocast(hidden, weight)

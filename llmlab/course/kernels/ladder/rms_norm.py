@@ -6,7 +6,7 @@ Bytes moved by the forward pass, if nothing stays in a cache; the weight's N·b 
 
     0  7·R·N·4: square 2, mean 1, normalize 2, scale 2, in fp32; casts from half precision and back 2·(b + 4)·R·N more
     1  2·R·N·b              one kernel: reads x, writes y
-    2  2·R·N·b              the same kernel, made of rung 0 by Inductor
+    2  2·R·N·b              the same kernel, generated from rung 0 by Inductor
     3  2·R·N·b + 4·R        one program per row; 1/rms, one number per row, is for backward
     4  2·R·N·b + 4·R        backward is one kernel: 3·R·N·b, it reads x and dy and writes dx; and P partial sums of
                             dweight, 8·P·N, written and added up: no two programs write one element
@@ -31,9 +31,9 @@ PROGRAMS = 256  # the most partial sums of dweight: one per multiprocessor, and 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None = None, inplace: bool = False) -> Tensor:
     """Return x / √(mean(x²) + eps) · weight, in x's dtype, computed in fp32. x: (..., N), weight: (N,).
 
-    `inplace` (rung 4): backward writes x's gradient over the result's, which nothing else may need, such as a residual
-    branch. Raises SpecError if weight is not (N,) or eps not a number >= 0, and in rungs 3 and 4 for rows over 65,536
-    columns.
+    `inplace` (rung 4): the gradient of x overwrites the gradient of the result, so nothing else, such as a residual
+    branch, may need the latter. Raises SpecError if weight is not (N,) or eps not a number >= 0, and in rungs 3 and 4
+    for rows over 65,536 columns.
     """
     check_columns(x)
     if weight.shape != x.shape[-1:]:
