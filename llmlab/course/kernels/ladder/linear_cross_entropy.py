@@ -36,9 +36,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean loss in nats, an fp32 scalar. hidden: (..., C), weight: (V, C), targets: (...), int64.
 
-    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. `chunk` is the number of rows whose
-    logits are in memory at the same time (rungs 1, 3, 4). By default, these logits need as much memory as hidden,
-    rounded down to whole tiles of a matmul. Raises SpecError if shapes or dtypes do not fit.
+    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. The logits of `chunk` rows are in
+    memory at the same time (rungs 1, 3, 4). By default, they need about as much memory as hidden, in whole tiles of a
+    matmul. Raises SpecError if shapes or dtypes do not fit.
     """
     check_columns(hidden)
     hidden, weight = as_autocast(hidden, weight)
@@ -55,7 +55,7 @@ def linear_cross_entropy(
     if rung in (1, 4):
         return Gradients.apply(hidden_RC, weight, targets_R, chunk, rung == 4, torch.is_grad_enabled())
     if rung == 3:
-        return Again.apply(hidden_RC, weight, targets_R, chunk)
+        return Recompute.apply(hidden_RC, weight, targets_R, chunk)
     whole = linear_cross_entropy0 if rung == 0 else compiled(linear_cross_entropy0)
     return whole(hidden_RC, weight, targets_R, chunk)
 
@@ -126,7 +126,7 @@ def with_triton(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) ->
     return losses.sum(), gradient_rows(logits, targets, lse, scale, logits) if graded else None
 
 
-class Again(torch.autograd.Function):
+class Recompute(torch.autograd.Function):
     """Saves hidden, weight and logsumexp, and computes each chunk of logits twice."""
 
     @staticmethod
