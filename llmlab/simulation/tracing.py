@@ -68,14 +68,17 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
         at = points(run.micro_batch, run.seq_len, fixed, longest, images.needed if images else 1)
         if at is None:
             continue
-        gc.freeze()  # each simulation collects garbage, and no object from before it is garbage
+        frozen = gc.get_freeze_count()
+        if not frozen:
+            gc.freeze()  # each simulation collects garbage, and no object from before it is garbage
         try:
             return _derived(spec, run, card, at, fixed)
         except Untraceable:
             if fixed:
                 raise
         finally:
-            gc.unfreeze()
+            if not frozen:
+                gc.unfreeze()
     raise Untraceable(f"a step of {run.micro_batch} × {run.seq_len} tokens has too few sizes that are alike")
 
 
