@@ -120,4 +120,4 @@ def test_autocast_copies_frozen_weights_for_as_long_as_autograd_keeps_them(quant
     wide = LLAMA | {"hidden_size": 512, "vocab_size": 4000}
     run = lab.Training(1, T, "autocast-bf16", lora=adapters, quantization=quantization, checkpointing=checkpointing)
     estimated, simulated = (verb(wide, run, "A100-40GB").peak_allocated for verb in (lab.estimate, lab.simulate))
-    assert estimated == pytest.approx(simulated, rel=0.08)  # with a copy of every weight twice as much
+    assert estimated == pytest.approx(simulated, rel=0.03)  # a copy of every weight would be a tenth

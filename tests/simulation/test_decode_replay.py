@@ -27,7 +27,7 @@ WINDOW = {**LLAMA, "model_type": "mistral", "sliding_window": 32}
 NEW = 40
 
 
-DEEP = {**LLAMA, "num_hidden_layers": 4}
+DEEP = {**LLAMA, "num_hidden_layers": 6}
 
 
 def taken(model: dict[str, Any], run: lab.Inference, card: str | None) -> tuple[Any, ...]:

@@ -69,7 +69,8 @@ def test_an_estimate_with_images_is_derived_from_the_code(tmp_path, monkeypatch)
     assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.01)
     half = "half the sequence length", "02-memory-anatomy", {"seq_len": 128}, False
     monkeypatch.setattr(levers, "changes", lambda *_: [half])  # each of them takes as many simulations
-    assert lab.fix(config, run, "A100-80GB").levers
+    (lever,) = lab.fix(config, run, "A100-80GB").levers
+    assert "derived" in {note.code for note in lever.report.notes}
     by_plain_formulas = lab.estimate(config, run)
     assert "tower-time" in {note.code for note in by_plain_formulas.notes}
 

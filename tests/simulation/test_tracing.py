@@ -140,6 +140,7 @@ def test_levers_are_derived_too(monkeypatch):
     monkeypatch.setattr(levers, "changes", lambda *_: [full])  # each of them takes as many simulations
     fix = lab.fix(OLMO, lab.Training(micro_batch=4, seq_len=1536, precision="bf16"), "A100-80GB")
     (lever,) = fix.levers
+    assert "derived" in [note.code for note in lever.report.notes]
     simulation = lab.simulate(OLMO, lever.run, "A100-80GB")
     assert lever.report.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.005)
 
