@@ -67,7 +67,7 @@ def test_an_estimate_with_images_is_derived_from_the_code(tmp_path, monkeypatch)
     estimated, simulated = lab.estimate(config, run, "A100-80GB"), lab.simulate(config, run, "A100-80GB")
     assert "plain-transformer" not in {note.code for note in estimated.notes}
     assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.01)
-    half = "half the sequence length", "02-memory-anatomy", {"seq_len": 128}, False
+    half = levers.Change("half the sequence length", "02-memory-anatomy", {"seq_len": 128}, False)
     monkeypatch.setattr(levers, "changes", lambda *_: [half])  # each of them takes as many simulations
     (lever,) = lab.fix(config, run, "A100-80GB").levers
     assert "derived" in {note.code for note in lever.report.notes}
