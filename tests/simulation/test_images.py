@@ -3,6 +3,7 @@
 import pytest
 
 import llmlab as lab
+from llmlab.planning import levers
 from llmlab.simulation.depth import depth_of
 
 TEXT = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -66,7 +67,10 @@ def test_an_estimate_with_images_is_derived_from_the_code(tmp_path, monkeypatch)
     estimated, simulated = lab.estimate(config, run, "A100-80GB"), lab.simulate(config, run, "A100-80GB")
     assert "plain-transformer" not in {note.code for note in estimated.notes}
     assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.01)
-    assert lab.fix(config, run, "A100-80GB").levers
+    half = levers.Change("half the sequence length", "02-memory-anatomy", {"seq_len": 128}, False)
+    monkeypatch.setattr(levers, "changes", lambda *_: [half])  # each of them takes as many simulations
+    (lever,) = lab.fix(config, run, "A100-80GB").levers
+    assert "derived" in {note.code for note in lever.report.notes}
     by_plain_formulas = lab.estimate(config, run)
     assert "tower-time" in {note.code for note in by_plain_formulas.notes}
 
