@@ -121,7 +121,7 @@ def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str,
 
     Raises SpecError as `deepspeed_fields` does, and NotAvailable if text has to be read and PyYAML is missing.
     """
-    config = read_mapping("Accelerate", settings, _yaml)
+    config = read_mapping("Accelerate", settings, read_yaml)
     check_keys("Accelerate", config, ACCELERATE_READ | ACCELERATE_PASSED)
     kind = str(config.get("distributed_type", "NO"))
     kinds = {"NO": None, "MULTI_GPU": None, "DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
@@ -290,7 +290,7 @@ def read_mapping(engine: str, settings: Settings, parse: Any) -> Mapping[str, An
     return config
 
 
-def _yaml(text: str) -> Any:
+def read_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
