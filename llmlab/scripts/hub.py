@@ -49,7 +49,7 @@ def read_configs(texts: tuple[str, ...]) -> dict[str, dict[str, Any]]:
             raise SpecError(f"--config {text}; give NAME=config.json, where NAME is what the script loads")
         try:
             config = json.loads(Path(path).read_text("utf-8"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"{path} is not JSON: {error}") from None
         if not isinstance(config, dict) or "model_type" not in config:
             raise SpecError(f"{path} has no model_type; give the config.json of a transformers model")
