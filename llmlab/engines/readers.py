@@ -249,6 +249,9 @@ def agreed(said: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> dic
 
 def check_keys(engine: str, config: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(str(key) for key in config if key not in known):
+        if command := next((command for command, keys in RUN_BY.items() if keys <= config.keys()), None):
+            raise SpecError(f"these are settings for `{command}`, which llmlab does not read; let that program read "
+                            f"them: llmlab run --gpu NAME {command} FILE")  # fmt: skip
         whose = next((name for name, keys in OWN_KEYS.items() if keys & set(unknown) and name != engine), None)
         if whose:
             raise SpecError(f"{', '.join(unknown)} in settings of {engine} are settings of {whose}; keep those of one "
@@ -257,6 +260,12 @@ def check_keys(engine: str, config: Mapping[str, Any], known: set[str]) -> None:
                         "how they are spelled")  # fmt: skip
 
 
+# Keys of settings that only the program itself can read: of Axolotl, LLaMA-Factory and torchtune.
+RUN_BY: dict[str, set[str]] = {
+    "axolotl train": {"base_model", "datasets"},
+    "llamafactory-cli train": {"model_name_or_path", "finetuning_type"},
+    "tune run RECIPE --config": {"model", "tokenizer", "checkpointer"},
+}
 OWN_KEYS = {
     "DeepSpeed": {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"},
     "Accelerate": {"distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision"},
