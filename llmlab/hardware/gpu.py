@@ -177,7 +177,8 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
             number, one = several[1] or several[4], several[2] or several[3]
             if SIZE.fullmatch(one) or _by_name().get(_plain(one)):
                 raise SpecError(f"{name!r} means {number} GPUs, but one is expected; give {one!r}, and set the number "
-                                f"of GPUs with dp, tp, pp or cp, or for a script with --world-size: for example dp={number}")  # fmt: skip
+                                "of GPUs with dp, tp, pp or cp (for a script with --world-size): for example "
+                                f"dp={number}")  # fmt: skip
         names = [alias for entry in gpus() for alias in (entry.name, *entry.aliases)]
         raise unknown_name("GPU", name, names, "`llmlab gpus` lists all; of another GPU give the memory, such as 24GB.")
     return matches[0]

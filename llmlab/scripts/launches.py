@@ -134,12 +134,12 @@ class Launches:
         self, config: Any, entrypoint: Callable[..., Any] | str | None, args: Sequence[Any], **_: Any
     ) -> dict[int, Any]:
         """Run what torch's elastic_launch starts, as accelerate's notebook_launcher does: a function, or a command."""
-        if not callable(entrypoint):
-            started = command([os.fsdecode(word) for word in (entrypoint, *args) if word is not None])
-            nodes, per_node = config.max_nodes, config.nproc_per_node
-            self._go_on(replace(started, nodes=nodes, gpus_per_node=per_node), None)
-        self._become(config.max_nodes * config.nproc_per_node, config.nproc_per_node)
-        return {0: entrypoint(*args)}
+        if callable(entrypoint):
+            self._become(config.max_nodes * config.nproc_per_node, config.nproc_per_node)
+            return {0: entrypoint(*args)}
+        started = command([os.fsdecode(word) for word in (entrypoint, *args) if word is not None])
+        self._go_on(replace(started, nodes=config.max_nodes, gpus_per_node=config.nproc_per_node), None)
+        return {}
 
     def _become(self, ranks: int, per_node: int) -> None:
         if ranks == 1 and self.watch.where.world_size is None:

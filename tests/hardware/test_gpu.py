@@ -261,7 +261,7 @@ def test_several_gpus_are_not_one(name):
 
 
 def test_a_memory_may_be_that_of_several_gpus_and_not_zero():
-    with pytest.raises(SpecError, match="means 2 GPUs.*'24GB'"):
+    with pytest.raises(SpecError, match=r"means 2 GPUs.*'24GB'"):
         gpu("2x24GB")
     with pytest.raises(UnknownName):
         gpu("0GB")

@@ -88,7 +88,9 @@ print(AutoModelForCausalLM.from_pretrained("{model}"{options}).dtype)
         assert "torch.float32" in result.stdout
 
 
-@pytest.mark.parametrize(("options", "warned"), [("", True), (", quantization_config=Mxfp4Config(dequantize=True)", False)])
+@pytest.mark.parametrize(
+    ("options", "warned"), [("", True), (", quantization_config=Mxfp4Config(dequantize=True)", False)]
+)
 def test_weights_that_the_hub_has_in_mxfp4_are_said(home, options, warned):
     config = {**TINY, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     (home / "config.json").write_text(json.dumps(config))
@@ -216,7 +218,9 @@ def test_other_errors_are_the_script_s():
     assert refused(ConnectionError("refused by host")) is None
 
 
-@pytest.mark.parametrize("given", ["config.json", "=config.json", "name=", "name=text.json", "name=list.json", "name=deep.json"])
+@pytest.mark.parametrize(
+    "given", ["config.json", "=config.json", "name=", "name=text.json", "name=list.json", "name=deep.json"]
+)
 def test_bad_configs_are_refused(home, given):
     (home / "text.json").write_text("no json")
     (home / "list.json").write_text("[1]")

@@ -120,7 +120,7 @@ def gradients(share: Share, states: States) -> Gradients:
     half_head = elements * b.compute // run.tp if share.autocast else 0
     return Gradients(
         accumulated=accumulated,
-        head=0 if share.delays_head else (3 if in_chunks(run) else 1) * table + half_head if share.scores_vocabulary else 0,
+        head=(3 if in_chunks(run) else 1) * table + half_head if share.scores_vocabulary and not share.delays_head else 0,
         after_head=after_head,
         stored=stored,
         reducing=reducing,
