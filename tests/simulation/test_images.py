@@ -126,7 +126,8 @@ def test_a_classifier_has_no_logits_of_the_vocabulary():
 
 
 SMALL = {"model_type": "llama", "vocab_size": 8000, "hidden_size": 256, "intermediate_size": 688,
-         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512}  # fmt: skip
+         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "max_position_embeddings": 512}  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])

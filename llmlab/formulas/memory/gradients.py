@@ -80,7 +80,8 @@ def gradients(share: Share, states: States) -> Gradients:
     # Autograd adds the gradients of both uses of a tied weight before it stores the sum. It holds two terms and a sum,
     # or only two terms if the first one was cast (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if (share.autocast and run.tp == 1) or in_chunks(run) else 3
-    of_head = table if share.scores_vocabulary and not share.delays_head else 0
+    head_alone = share.scores_vocabulary and not share.delays_head
+    of_head = table if head_alone else 0
     if units.head:  # the head is a unit of its own, and its gradients are reduced before those of blocks
         of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
     elif sharded and (casts or tied or first_alone or not late):  # FSDP2 has not reduced the head's gradient yet
@@ -120,7 +121,7 @@ def gradients(share: Share, states: States) -> Gradients:
     half_head = elements * b.compute // run.tp if share.autocast else 0
     return Gradients(
         accumulated=accumulated,
-        head=(3 if in_chunks(run) else 1) * table + half_head if share.scores_vocabulary and not share.delays_head else 0,
+        head=(3 if in_chunks(run) else 1) * table + half_head if head_alone else 0,
         after_head=after_head,
         stored=stored,
         reducing=reducing,
