@@ -78,7 +78,7 @@ class Forked:
     def Process(target, args, name):
         server = get_context("forkserver")
         # torch's optimizers import its compiler. None of these touches a GPU, which a fork could not use any more.
-        # transformers' trainer imports PEFT, which imports bitsandbytes, which imports the compiler's backend: 2 s.
+        # transformers' trainer imports PEFT, which imports bitsandbytes, which imports the compiler's backend.
         transformers = ("transformers.models.llama.modeling_llama", "transformers.trainer")
         server.set_forkserver_preload(
             ["pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", *transformers, "llmlab"]

@@ -276,6 +276,6 @@ def test_fix_reads_torchs_message_from_stdin():
 
 
 def test_what_a_plan_is_made_of_is_shown_on_a_line():
-    best = lab.plan("gpt2", "T4", 8, fixed={"seq_len": 512}).best
+    best = lab.plan("gpt2", "T4", 8, fixed={"seq_len": 512}, executor=NotSimulated("Not here.")).best
     for shown in map(repr, (best, best.machines, best.machines.card, best.report, lab.model("gpt2"))):
         assert "\n" not in shown and len(shown) < 200, shown
