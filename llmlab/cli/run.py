@@ -1,4 +1,4 @@
-"""`llmlab run`: any training script on a simulated card; the exit code says whether it fits."""
+"""`llmlab run`: a training script on a simulated GPU; the exit code says whether it fits."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def add_run(cli: click.Group, show: Callable[[Any], None]) -> None:
 
             return say(answer(say, **given))
 
-    run.__doc__ = "Run any training script on a simulated GPU.\n\nSCRIPT stays unchanged, and no GPU is needed."
+    run.__doc__ = "Run a training script on a simulated GPU.\n\nSCRIPT stays unchanged, and no GPU is needed."
     for option in reversed(OPTIONS):
         run = option(run)
     # What follows the script is the script's.

@@ -148,13 +148,13 @@ def cluster(
     """Return nodes of `gpus` GPUs of the kind `card`, connected by `network`, with `adapters` network adapters per
     node.
 
-    By default a node has as many GPUs as the vendor's node: 72 GB200 or GB300, else 8. The default network is the usual
-    one of the GPU; if there is none, the cluster is a single node. By default there is one adapter per GPU, and
-    `inside`, the link between the GPUs of a node, is that of the GPU. With `nvls=False`, ranks compute the sums that
-    switches could compute (NCCL_NVLS_ENABLE=0). `reached`, in bytes/s, is the bus bandwidth that nccl-tests report on
-    your own node for large messages over all its GPUs, and replaces the rates of the tables. Nodes with PCIe alone
-    differ so much (`pcie_rates`) that measuring is worthwhile. `reached_across` is the bus bandwidth of an all-reduce
-    over all GPUs of several nodes.
+    By default a node has as many GPUs as the vendor's node: 72 GB200 or GB300, 4 H100-94GB, else 8. The default network
+    is the usual one of the GPU; if there is none, the cluster is a single node. By default there is one adapter per
+    GPU, and `inside`, the link between the GPUs of a node, is that of the GPU. With `nvls=False`, ranks compute the
+    sums that switches could compute (NCCL_NVLS_ENABLE=0). `reached`, in bytes/s, is the bus bandwidth that nccl-tests
+    report on your own node for large messages over all its GPUs, and replaces the rates of the tables. Nodes with PCIe
+    alone differ so much (`pcie_rates`) that measuring is worthwhile. `reached_across` is the bus bandwidth of an
+    all-reduce over all GPUs of several nodes.
     Raises UnknownName for a GPU or link that is not in the tables, NotAvailable for a GPU whose link is unknown, and
     SpecError for a rate that is not above 0.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.errors import SpecError
 from ..base.tables import Table, Tabular
@@ -32,12 +32,22 @@ Estimate = Callable[[ModelSpec, Run, GPU, Cluster | None], tuple[Report, Verdict
 DATA_PARALLEL = 8  # GPUs that a lever suggests for a run on one
 
 
+class Change(NamedTuple):
+    """A change of a run: the `fields` that it sets, and the page of the book about it (`chapter`). `same_result`:
+    whether the trained model is the same except for rounding."""
+
+    name: str
+    chapter: str
+    fields: dict[str, Any]
+    same_result: bool
+
+
 @dataclass(frozen=True)
 class Lever:
-    """One change of a run: `run` is the changed run, `report` its estimate, `chapter` the page of the book about it.
+    """A change that saves memory: `run` is the changed run, and `report` its estimate.
 
     `saves`: bytes per GPU. `seconds`: how much longer the tokens that one GPU processes in a step take (negative if
-    shorter); None if a time is not known. `same_result`: whether the trained model is the same except for rounding.
+    shorter); None if a time is not known. The other fields are those of `Change`.
     """
 
     name: str
@@ -115,7 +125,7 @@ def fix(
     report."""
     spec, device = find_model(model), find_gpu(gpu)
     report, fit = estimate(spec, run, device, cluster)
-    tried = (_lever(spec, device, cluster, estimate, report, fit, *change) for change in changes(spec, run, device))
+    tried = (_lever(spec, device, cluster, estimate, report, fit, change) for change in changes(spec, run, device))
     levers = filter(None, tried)
     return Fix(report, tuple(sorted(levers, key=lambda lever: (lever.price, not lever.same_result, -lever.saves))))
 
@@ -136,14 +146,11 @@ def _lever(
     estimate: Estimate,
     before: Report,
     fit: Verdict,
-    name: str,
-    chapter: str,
-    fields: dict[str, Any],
-    same_result: bool,
+    change: Change,
 ) -> Lever | None:
-    """Return the lever that sets `fields`; None if the model or GPU does not support it, or if it saves nothing."""
+    """Return the lever that makes `change`; None if the model or GPU does not support it, or if it saves nothing."""
     try:
-        run = replace(before.run, **fields)
+        run = replace(before.run, **change.fields)
         report, after = estimate(spec, run, device, cluster)
     except SpecError:
         return None
@@ -154,15 +161,15 @@ def _lever(
     if report.step_seconds and before.step_seconds:
         share = _tokens_per_gpu(before.run) / _tokens_per_gpu(run)
         seconds = report.step_seconds * share - before.step_seconds
-    return Lever(name, chapter, run, report, saves, seconds, same_result)
+    return Lever(change.name, change.chapter, run, report, saves, seconds, change.same_result)
 
 
 def _tokens_per_gpu(run: Run) -> float:
     return tokens_of(run) / run.world_size
 
 
-def changes(spec: ModelSpec, run: Run, device: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
-    """Yield each change of `run`: its name, its chapter, the fields it sets, and whether the result stays the same."""
+def changes(spec: ModelSpec, run: Run, device: GPU) -> Iterator[Change]:
+    """Yield each change of `run` that may save memory."""
     if isinstance(run, Inference):
         yield from _serving(run)
         return
@@ -170,72 +177,74 @@ def changes(spec: ModelSpec, run: Run, device: GPU) -> Iterator[tuple[str, str, 
         # Where SDPA has no fused kernel for grouped heads, as on a T4, they are repeated.
         repeats = attention_kernel(spec, replace(run, attention="sdpa"), device) == "math"
         if repeats and "efficient" in attentions(spec.family):
-            yield "fused attention, heads repeated", "10-flash-attention", {"attention": "efficient"}, True
+            yield Change("fused attention, heads repeated", "10-flash-attention", {"attention": "efficient"}, True)
         elif run.attention == "eager":
-            yield "fused attention", "10-flash-attention", {"attention": "sdpa"}, True
+            yield Change("fused attention", "10-flash-attention", {"attention": "sdpa"}, True)
     if run.kernels is None:
-        yield "fused kernels (Liger)", "09-kernels", {"kernels": "liger"}, True
+        yield Change("fused kernels (Liger)", "09-kernels", {"kernels": "liger"}, True)
     if run.optimizer == "adamw":
-        yield "fused AdamW", "07-optimizers", {"optimizer": "adamw-fused"}, True
+        yield Change("fused AdamW", "07-optimizers", {"optimizer": "adamw-fused"}, True)
     if run.checkpointing is None:
-        yield "selective checkpointing", "08-checkpointing", {"checkpointing": "selective"}, True
+        yield Change("selective checkpointing", "08-checkpointing", {"checkpointing": "selective"}, True)
     if run.checkpointing != "full":
-        yield "full checkpointing", "08-checkpointing", {"checkpointing": "full"}, True
+        yield Change("full checkpointing", "08-checkpointing", {"checkpointing": "full"}, True)
     if run.micro_batch > 1:
         half = {"micro_batch": run.micro_batch // 2, "accumulation": run.accumulation * 2}
         if run.micro_batch % 2 == 0:
-            yield "half the micro-batch, twice the accumulation", "06-accumulation", half, True
+            yield Change("half the micro-batch, twice the accumulation", "06-accumulation", half, True)
         single = {"micro_batch": 1, "accumulation": run.accumulation * run.micro_batch}
         if run.micro_batch > 2:
-            yield f"micro-batch 1, accumulation {single['accumulation']}", "06-accumulation", single, True
+            yield Change(f"micro-batch 1, accumulation {single['accumulation']}", "06-accumulation", single, True)
     if not run.sync_each_batch:
-        yield "reduce gradients after each micro-batch", "12-zero", {"sync_each_batch": True}, True
+        yield Change("reduce gradients after each micro-batch", "12-zero", {"sync_each_batch": True}, True)
     yield from _many_gpus(run)
     if run.offload is None:
-        yield "optimizer states in host memory", "13-offload", {"offload": "optimizer", "zero": max(run.zero, 1)}, True
+        offloaded = {"offload": "optimizer", "zero": max(run.zero, 1)}
+        yield Change("optimizer states in host memory", "13-offload", offloaded, True)
     yield from _other_results(spec, run, device)
 
 
-def _many_gpus(run: Training) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+def _many_gpus(run: Training) -> Iterator[Change]:
     if run.dp == 1 and run.tp == run.pp == run.cp == 1:
-        yield f"ZeRO-3 over {DATA_PARALLEL} GPUs", "12-zero", {"dp": DATA_PARALLEL, "zero": 3}, False
+        yield Change(f"ZeRO-3 over {DATA_PARALLEL} GPUs", "12-zero", {"dp": DATA_PARALLEL, "zero": 3}, False)
     for stage in range(run.zero + 1, 4):
         if run.dp > 1:
-            yield f"ZeRO-{stage}", "12-zero", {"zero": stage}, True
+            yield Change(f"ZeRO-{stage}", "12-zero", {"zero": stage}, True)
     if run.tp > 1 and not run.sequence_parallel:
-        yield "sequence parallelism", "14-tensor-and-sequence-parallel", {"sequence_parallel": True}, True
+        yield Change("sequence parallelism", "14-tensor-and-sequence-parallel", {"sequence_parallel": True}, True)
     if run.dp % 2 == 0 and run.dp > 1 and run.ep == 1:
         split = {"dp": run.dp // 2, "tp": run.tp * 2, "micro_batch": run.micro_batch * 2}
         if run.zero and run.dp == 2:
             split["zero"] = 0
-        yield "half the data-parallel ranks, twice the tensor-parallel", "14-tensor-and-sequence-parallel", split, True
+        name = "half the data-parallel ranks, twice the tensor-parallel"
+        yield Change(name, "14-tensor-and-sequence-parallel", split, True)
 
 
-def _other_results(spec: ModelSpec, run: Training, device: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+def _other_results(spec: ModelSpec, run: Training, device: GPU) -> Iterator[Change]:
     half = "bf16" if device.supports_bf16 else "fp16"
     if run.precision == "fp32":
-        yield f"autocast to {half}", "04-precision", {"precision": f"autocast-{half}"}, False
+        yield Change(f"autocast to {half}", "04-precision", {"precision": f"autocast-{half}"}, False)
     if run.precision.startswith(("autocast", "mixed")) and run.lora is None:
-        yield f"weights in {half}, no fp32 copy", "04-precision", {"precision": half}, False
+        yield Change(f"weights in {half}, no fp32 copy", "04-precision", {"precision": half}, False)
     if run.optimizer in ("adamw", "adamw-fused"):
-        yield "8-bit AdamW", "07-optimizers", {"optimizer": "adamw-8bit"}, False
-        yield "Adafactor", "07-optimizers", {"optimizer": "adafactor"}, False
+        yield Change("8-bit AdamW", "07-optimizers", {"optimizer": "adamw-8bit"}, False)
+        yield Change("Adafactor", "07-optimizers", {"optimizer": "adafactor"}, False)
     if run.lora is None:
-        yield "LoRA of rank 16", "18-peft", {"lora": adapters(spec)}, False
+        yield Change("LoRA of rank 16", "18-peft", {"lora": adapters(spec)}, False)
     if run.quantization is None:
         nf4 = {"lora": run.lora or adapters(spec), "quantization": "nf4"}
-        yield "QLoRA (base weights in NF4)", "18-peft", nf4, False
+        yield Change("QLoRA (base weights in NF4)", "18-peft", nf4, False)
     if run.seq_len > 256:
-        yield "half the sequence length", "02-memory-anatomy", {"seq_len": run.seq_len // 2}, False
+        yield Change("half the sequence length", "02-memory-anatomy", {"seq_len": run.seq_len // 2}, False)
 
 
-def _serving(run: Inference) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+def _serving(run: Inference) -> Iterator[Change]:
     for weights in ("int8", "nf4"):
         if run.weights not in ("int8", "nf4"):
-            yield f"weights in {weights}", "19-quantization", {"weights": weights}, False
+            yield Change(f"weights in {weights}", "19-quantization", {"weights": weights}, False)
     for kv in ("fp8", "int8", "int4"):
         if run.kv not in ("fp8", "int8", "int4"):
-            yield f"KV cache in {kv}", "21-kv-cache", {"kv": kv}, False
+            yield Change(f"KV cache in {kv}", "21-kv-cache", {"kv": kv}, False)
     if run.batch > 1:
-        yield "half the prompts at once", "22-serving", {"batch": run.batch // 2}, True
-    yield "tensor parallelism over twice the GPUs", "14-tensor-and-sequence-parallel", {"tp": run.tp * 2}, True
+        yield Change("half the prompts at once", "22-serving", {"batch": run.batch // 2}, True)
+    yield Change("tensor parallelism over twice the GPUs", "14-tensor-and-sequence-parallel", {"tp": run.tp * 2}, True)

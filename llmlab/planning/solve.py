@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ..base.errors import NotAvailable, SpecError
+from ..base.errors import NotAvailable, SpecError, need_packages
 from ..base.notes import Note, notes_to_json
 from ..base.tables import Table, Tabular
 from ..base.terms import Outcome
@@ -133,6 +133,7 @@ def solved(spec: ModelSpec, run: Run, gpu: GPU | None, name: str, simulate: bool
         changed, device = at(values[index])
         if sys.stderr.isatty():  # a large model takes a minute
             print(f"simulating {name}={_shown(values[index])} on {device.name}", file=sys.stderr)
+        need_packages("simulating", "torch", "transformers")
         answer = simulated_run(spec.config, changed, fully_used(device))
         if isinstance(answer, str):
             raise NotAvailable(answer)

@@ -29,10 +29,12 @@ DIGITS = 1.05  # sizes of steps are rounded to powers of it, so that few steps a
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds: to the first token, per further token (mean of a request), from one token to the next; and output
-    tokens per second of the whole deployment; `preempted`: how often a request's cache was freed, in the mean."""
+    """Seconds: to the first token, those of them that a prompt waits until it is read, per further token (mean of a
+    request), from one token to the next; and output tokens per second of the whole deployment; `preempted`: how often a
+    request's cache was freed, in the mean. Without `_p99`, seconds are medians."""
 
     ttft: float
+    waiting: float
     ttft_p99: float
     tpot: float
     tpot_p99: float
@@ -48,9 +50,11 @@ def latency(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffer
 
 
 def first_token(spec: ModelSpec, service: Service, gpu: GPU) -> float:
-    """Return about the median seconds to the first token of users who each wait for their answer: `latency` without
-    a replay. Prompts come at random and wait for each other (the M/D/1 queue's mean)."""
+    """Return about the median seconds to the first token of users who each wait for their answer, and whose requests
+    spread evenly over the time: `latency` without a replay. Prompts wait for each other (the M/D/1 queue's mean)."""
     users, context = service.concurrency or 1, service.prompt_len + service.output_len // 2
+    if users == 1:  # nobody decodes meanwhile
+        return ARRIVING[service.engine] + TOKENIZING * service.prompt_len + prefill_seconds(spec, service, gpu)
     prompt = prompt_seconds(spec, service, gpu)
     step = token_seconds(spec, service, gpu, Step(users, context))
     busy = users * prompt / (users * prompt + step * service.output_len)
@@ -170,6 +174,7 @@ def summary(served: Sequence[Served]) -> Latency:
     begin, end = min(one.entered for one in served), max(one.tokens[-1] for one in served)
     return Latency(
         ttft=percentile(first, 0.5),
+        waiting=percentile([one.waited for one in served], 0.5),
         ttft_p99=percentile(first, 0.99),
         tpot=percentile(each, 0.5),
         tpot_p99=percentile(each, 0.99),

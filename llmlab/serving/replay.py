@@ -38,6 +38,7 @@ class Served:
     cached: int = 0  # tokens in the cache when it last read some of its prompt
     entered: float = 0.0  # when it came, for a user who waits for an earlier answer first
     ready: float = 0.0  # when the scheduler has it
+    started: float | None = None  # when the first pass that reads its prompt began
     noticed: int | None = None  # number of the pass before which the scheduler first saw it
     begun: int | None = None  # number of decoding passes before its first one; None while its prompt is read
     preempted: int = 0  # how often its cache was freed
@@ -51,6 +52,11 @@ class Served:
     def first_token(self) -> float:
         """Seconds from its arrival to its first token."""
         return self.tokens[0] - self.entered
+
+    @property
+    def waited(self) -> float:
+        """Seconds from its arrival until its prompt began to be read."""
+        return (self.tokens[0] if self.started is None else self.started) - self.entered
 
     @property
     def each_token(self) -> float:
@@ -210,6 +216,7 @@ class _State:
             self._advance([self.clock] if together else [])
             for one, tokens in chunks:
                 one.cached += tokens
+                one.started = begin if one.started is None else one.started
         else:
             times = self._decode(seconds)
             begin, self.clock = times[-2] if len(times) > 1 else begin, times[-1]
@@ -319,6 +326,7 @@ class _State:
             self.entered.append(one)
             self.reserved += one.arrival.prompt + one.arrival.new
             if one.unread <= 1:
+                one.started = self.clock if one.started is None else one.started
                 self._decodes(one)
             else:
                 self.reading.append(one)

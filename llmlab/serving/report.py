@@ -38,8 +38,9 @@ class ServingReport:
     not fit.
 
     `latency` has medians and 99th percentiles under the load; `time` the parts of a step that gives each running
-    request a token; `usd_per_million_input` and `_output` divide the price of the GPUs by the time that prompts and
-    answers take; `goodput`: requests per second within the service level that was asked for.
+    request a token, and "waiting", what the prompts of others add to it in the mean; `usd_per_million_input` and
+    `_output` divide the price of the GPUs by the time that prompts and answers take; `goodput`: requests per second
+    within the service level that was asked for.
     """
 
     model: str
@@ -104,7 +105,8 @@ class ServingReport:
             ("TTFT", times.ttft, times.ttft_p99, ttft), ("TPOT", times.tpot, times.tpot_p99, tpot)
         ):  # fmt: skip
             between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
-            lines.append(f"{name:20}{show_seconds(value):>12} ({between}), p99 {show_seconds(far)}")
+            waiting = f"; {show_seconds(times.waiting)} of it waiting" if name == "TTFT" and times.waiting else ""
+            lines.append(f"{name:20}{show_seconds(value):>12} ({between}), p99 {show_seconds(far)}{waiting}")
         lines.append(f"{'ITL':20}{'':12} p99 {show_seconds(times.itl_p99)}")
         rate, (low, high) = times.tokens_per_second, self.rate_interval
         per_gpu = f"{self.tokens_per_second_per_gpu:,.0f} per GPU"
@@ -117,7 +119,8 @@ class ServingReport:
             lines.append(f"{'per million tokens':20}{both:>12}")
         shares = ", ".join(f"{part} {show_seconds(value)}" for part, value in self.time.items() if value >= 5e-6)
         given = f" gives each {service.tokens_per_step:.2f} tokens" if service.draft else ""
-        return "\n".join([*lines, "", f"A step of {self.running:,} requests{given}: {shares}.", *self._noted()])
+        requests = "one request" if self.running == 1 else f"{self.running:,} requests"
+        return "\n".join([*lines, "", f"A step of {requests}{given}: {shares}.", *self._noted()])
 
     def _noted(self) -> list[str]:
         return [f"note: {note}" for note in self.notes]
@@ -152,6 +155,8 @@ def served(
     running = max(1, min(room, busy, service.limits(gpu)[0] * service.dp_attention))
     context = service.prompt_len + service.output_len // 2
     time = step_seconds(spec, service, gpu, Step(running, context))
+    if running > 1:
+        time["waiting"] = max(0.0, times.tpot * service.tokens_per_step - sum(time.values()))
     prices = _prices(spec, service, gpu, times)
     about = spec.name, gpu.name, service, memory, running, times, time
     return ServingReport(*about, prices[0], prices[1], tuple(notes), good)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -14,7 +14,8 @@ from ..base.units import show_seconds
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
 from . import llamacpp
-from .load import answer_delay, first_token, prefill_seconds, prompt_seconds
+from .llamacpp import Buffers
+from .load import Latency, answer_delay, first_token, latency, prefill_seconds, prompt_seconds
 from .memory import Memory, cache_bytes, divided_memory
 from .report import checked
 from .service import Service
@@ -46,11 +47,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Deployment:
-    """So many `copies` of a deployment, each with the users of `point`, to serve `rate` requests per second."""
+    """So many `copies` of a deployment to serve `rate` requests per second, with the `latency` of a copy under its
+    share of them. `point` is a copy's most within the service level."""
 
     point: Point
     copies: int
     rate: float
+    latency: Latency
 
     @property
     def gpus(self) -> int:
@@ -64,42 +67,54 @@ class Deployment:
 
 
 def frontier(spec: ModelSpec, service: Service, gpu: GPU, users: Sequence[int] = USERS) -> list[Point]:
-    """Return the latency and throughput of `service` with more and more users, as far as the cache has room for them.
-
-    Users wait for each answer before they ask again, at times that spread evenly over their answers: so many prompts
-    are read while one answer is written. Raises SpecError for a service that cannot be.
-    """
-    service = checked(spec, service, gpu)
+    """Return the latency and throughput of `service` with more and more users who wait for each answer before they ask
+    again, as far as the cache has room for them. Raises SpecError for a service that cannot be."""
     points = []
-    for count in users:
-        one = replace(service, concurrency=count, rate=None)
-        room = min(divided_memory(spec, one, gpu).requests, one.limits(gpu)[0])
-        if count > room * service.dp_attention:
-            break
-        points.append(_point(spec, one, gpu))
+    for one, memory in _with_users(spec, service, gpu, users):
+        times = latency(spec, one, gpu, memory)
+        rates = times.tokens_per_second, times.requests_per_second
+        points.append(_point(one, gpu, times.ttft, times.tpot, *rates))
     return points
 
 
-def _point(spec: ModelSpec, service: Service, gpu: GPU) -> Point:
+def _with_users(
+    spec: ModelSpec, service: Service, gpu: GPU, users: Sequence[int]
+) -> Iterator[tuple[Service, Memory | Buffers]]:
+    """Yield the service with each number of users that its cache has room for, and its memory."""
+    service = checked(spec, service, gpu)
+    for count in users:
+        one = replace(service, concurrency=count, rate=None)
+        memory = divided_memory(spec, one, gpu)
+        if count > min(memory.requests, one.limits(gpu)[0]) * service.dp_attention:
+            break
+        yield one, memory
+
+
+def _point(service: Service, gpu: GPU, ttft: float, tpot: float, tokens: float, requests: float) -> Point:
+    hour = None if gpu.usd_per_hour is None else service.gpus * gpu.usd_per_hour
+    return Point(gpu.name, service, service.concurrency or 1, ttft, tpot, tokens, requests, hour)
+
+
+def _spread(spec: ModelSpec, service: Service, gpu: GPU) -> Point:
+    """Return the point of users whose requests spread evenly over the time, without a replay: while one answer is
+    written, each of the others has its prompt read once."""
     users = service.concurrency or 1
-    context = service.prompt_len + service.output_len // 2
-    alone = _step_of(spec, service, gpu, users, context)
-    prompt = prompt_seconds(spec, service, gpu)
-    each = alone + (users - 1) * prompt / service.output_len
+    alone = _step_of(spec, service, gpu, users, service.prompt_len + service.output_len // 2)
+    each = alone + (users - 1) * prompt_seconds(spec, service, gpu) / service.output_len
     first = first_token(spec, service, gpu)
     rate = users / (first + each * (service.output_len - 1))
-    hour = None if gpu.usd_per_hour is None else service.gpus * gpu.usd_per_hour
-    return Point(gpu.name, service, users, first, each, rate * service.output_len, rate, hour)
+    return _point(service, gpu, first, each, rate * service.output_len, rate)
 
 
 def deployments(
     spec: ModelSpec, service: Service, rate: float, ttft: float, tpot: float, gpus: Iterable[GPU]
 ) -> list[Deployment]:
-    """Return the deployments that serve `rate` requests per second within `ttft` and `tpot` seconds (at the median),
-    the cheapest of each GPU, the cheapest first; where no price is known, that with the fewest GPUs.
+    """Return the deployments that serve `rate` requests per second, which come at random, within `ttft` and `tpot`
+    seconds (at the median), the cheapest of each GPU, the cheapest first; where no price is known, that with the fewest
+    GPUs.
 
     Each GPU is tried with tensor parallelism over 1, 2, 4 and 8 of them, with as many users as the service level
-    allows, in as many copies as the rate needs.
+    allows, in as many copies as the rate needs; then the load of a copy is replayed.
     """
     if not (rate > 0 and ttft > 0 and tpot > 0):
         raise SpecError(f"rate={rate}, ttft={ttft}, tpot={tpot}: give numbers above 0")
@@ -108,19 +123,35 @@ def deployments(
         met = []
         for degree in DEGREES:
             try:
-                points = frontier(spec, replace(service, tp=degree, ep=1, dp_attention=1), gpu)
+                cut = replace(service, tp=degree, ep=1, dp_attention=1)
+                points = [_spread(spec, one, gpu) for one, _ in _with_users(spec, cut, gpu, USERS)]
             except SpecError:
                 continue  # heads that so many GPUs do not divide, or units that this GPU lacks
             good = [point for point in points if point.ttft <= ttft and point.tpot <= tpot]
             if good:
                 most = max(good, key=lambda point: point.requests_per_second)
-                met.append(Deployment(most, ceil(rate / most.requests_per_second), rate))
-        cheapest += sorted(met, key=_cost)[:1]
-    return sorted(cheapest, key=_cost)
+                met.append((most, ceil(rate / most.requests_per_second)))
+        replays = (_replayed(spec, gpu, *one, rate, ttft, tpot) for one in sorted(met, key=lambda one: _cost(*one)))
+        cheapest += [one for one in replays if one][:1]
+    return sorted(cheapest, key=lambda one: _cost(one.point, one.copies))
 
 
-def _cost(deployment: Deployment) -> tuple[bool, float, int]:
-    return deployment.usd_per_hour is None, deployment.usd_per_hour or 0.0, deployment.gpus
+def _replayed(
+    spec: ModelSpec, gpu: GPU, point: Point, least: int, rate: float, ttft: float, tpot: float
+) -> Deployment | None:
+    """Return `least` copies, or as many more as the replay of a copy's share of the rate needs to stay within the
+    level; None where twice as many do not."""
+    most = point.users if point.service.engine == "llama.cpp" else point.service.max_num_seqs  # its slots
+    for copies in range(least, 2 * least + 1):
+        one = replace(point.service, concurrency=None, rate=rate / copies, max_num_seqs=most)
+        times = latency(spec, one, gpu, divided_memory(spec, one, gpu))
+        if times.ttft <= ttft and times.tpot <= tpot:
+            return Deployment(point, copies, rate, times)
+    return None
+
+
+def _cost(point: Point, copies: int) -> tuple[bool, float, int]:
+    return point.usd_per_hour is None, copies * (point.usd_per_hour or 0.0), copies * point.service.gpus
 
 
 @dataclass(frozen=True)
@@ -151,11 +182,11 @@ def separated(
     for degree in DEGREES:
         parts = replace(service, tp=degree, ep=1, dp_attention=1, rate=None)
         try:
-            points = frontier(spec, parts, gpu)
+            counts = [one.concurrency or 1 for one, _ in _with_users(spec, parts, gpu, USERS)]
         except SpecError:
             continue
         context = service.prompt_len + service.output_len // 2
-        alone = [(point.users, _step_of(spec, parts, gpu, point.users, context)) for point in points]
+        alone = [(users, _step_of(spec, parts, gpu, users, context)) for users in counts]
         fast = [(users, seconds) for users, seconds in alone if seconds <= tpot]
         if not fast:
             continue
@@ -219,9 +250,9 @@ def deployment_table(options: Sequence[Deployment]) -> Table:
     rows: list[tuple[Any, ...]] = [
         (
             f"{one.gpus} × {one.point.gpu}", f"{one.copies} × tp={one.point.service.tp}", f"{one.point.users:,}",
-            show_seconds(one.point.ttft), show_seconds(one.point.tpot),
+            show_seconds(one.latency.ttft), show_seconds(one.latency.tpot),
             "–" if one.usd_per_hour is None else f"${one.usd_per_hour:,.2f}",
         )
         for one in options
     ]  # fmt: skip
-    return Table(("GPUs", "copies", "users each", "TTFT", "TPOT", "per hour"), rows, words=(0, 1))
+    return Table(("GPUs", "copies", "most users each", "TTFT", "TPOT", "per hour"), rows, words=(0, 1))

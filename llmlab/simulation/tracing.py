@@ -1,9 +1,10 @@
 """Derives a trace: simulating the real step at a few sizes and two depths determines the formula of every tensor.
 
 The step is simulated at four points (B, T), or at least two if T is fixed, where it must run the same operators. The
-bytes of each request, and the numbers of each operator, at these points determine their polynomials in B and T. One
-more simulation has one more group of layers. Each further group adds the difference between the same moments of both
-depths, and the difference between their times. The trace must then reproduce the peaks of all these simulations.
+bytes of each request, and the numbers of each operator, at these points determine their polynomials in B and T. A step
+that has too few such points is simulated at its own sizes alone, and its trace has constants. One more simulation has
+one more group of layers. Each further group adds the difference between the same moments of both depths, and the
+difference between their times. The trace must then reproduce the peaks of all these simulations.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
     """Return the trace of `run` on one GPU, `card`. Raises Untraceable if the step has no formula."""
     images = images_of(spec, run)
     longest = 2 * run.seq_len if spec.rotary else spec.max_positions
-    for fixed in (False, True):
+    for fixed in range(3):
         at = points(run.micro_batch, run.seq_len, fixed, longest, images.needed if images else 1)
         if at is None:
             continue
@@ -72,14 +73,14 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
         try:
             return _derived(spec, run, card, at, fixed)
         except Untraceable:
-            if fixed:
+            if fixed == 2:
                 raise
         finally:
             gc.unfreeze()
-    raise Untraceable(f"a step of {run.micro_batch} × {run.seq_len} tokens has too few sizes that are alike")
+    raise AssertionError("the step's own sizes are a point")
 
 
-def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]], fixed: bool) -> Trace:
+def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]], fixed: int) -> Trace:
     depth = depth_of(spec)
     if run.world_size > 1:
         depth = depth.begun_after(IN_FLIGHT)
@@ -232,6 +233,8 @@ def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:
 
 def _formula(sizes: Sequence[int], at: Sequence[tuple[int, int]]) -> Polynomial:
     """Return the polynomial through these sizes; if there is none, average bytes per token, times the tokens."""
+    if len(at) == 1:
+        return constant(sizes[0])
     if polynomial := polynomial_through(tuple(sizes), tuple(at)):
         return polynomial
     (batch, tokens), (other, longer) = at[0], at[-1]

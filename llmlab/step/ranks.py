@@ -15,6 +15,7 @@ micro-batches DDP sends gradients after the last (no_sync), FSDP2 after each unl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -147,10 +148,15 @@ def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model's blocks: the modules of the class that transformers says may not be split."""
+    """Return the model's blocks: the modules of the class that transformers says may not be split. One that shares a
+    parameter with the rest of the model, such as BERT's embeddings with its head, can't be a unit of FSDP2."""
     check("transformers.modeling_utils")
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    holders = Counter(id(own) for module in model.modules() for own in module.parameters(recurse=False))
+    return [
+        module for module in model.modules()
+        if type(module).__name__ in names and all(holders[id(own)] == 1 for own in module.parameters())
+    ]  # fmt: skip
 
 
 def data_parallel(model: nn.Module, run: Training, ranks: Ranks) -> nn.Module:

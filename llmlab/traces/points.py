@@ -20,37 +20,43 @@ SORTED = 3072  # tokens
 
 
 class Range(NamedTuple):
-    """The range in which a trace is valid. `tokens` is the largest power of two up to T, or T itself if it is `fixed`,
-    and `all_tokens` is the largest power of two up to B · T."""
+    """The range in which a trace is valid. `tokens` is the largest power of two up to T, or T itself if at least one
+    size is `fixed`, and `all_tokens` the largest power of two up to B · T, or B · T itself if both sizes are."""
 
     several: bool
     tokens: int
     all_tokens: int
     divisor: int
     sorts: bool
-    fixed: bool = False
+    fixed: int = 0
 
 
-def range_of(batch: int, tokens: int, fixed: bool = False) -> Range:
+def range_of(batch: int, tokens: int, fixed: int = 0) -> Range:
     """Return the range of a step with `batch` sequences of `tokens` tokens.
 
     >>> range_of(4, 2048)
-    Range(several=True, tokens=2048, all_tokens=8192, divisor=64, sorts=True, fixed=False)
+    Range(several=True, tokens=2048, all_tokens=8192, divisor=64, sorts=True, fixed=0)
     """
-    lowest, whole = (1 << (size.bit_length() - 1) for size in (tokens, batch * tokens))
-    return Range(batch > 1, tokens if fixed else lowest, whole, gcd(tokens, CHUNK), batch * tokens > SORTED, fixed)
+    sizes = tokens, batch * tokens
+    length, whole = (
+        size if fixed > number else 1 << (size.bit_length() - 1) for number, size in enumerate(sizes)
+    )
+    return Range(batch > 1, length, whole, gcd(tokens, CHUNK), batch * tokens > SORTED, fixed)
 
 
 def points(
-    batch: int, tokens: int, fixed: bool = False, most: int = 2**53, least: int = 1
+    batch: int, tokens: int, fixed: int = 0, most: int = 2**53, least: int = 1
 ) -> list[tuple[int, int]] | None:
     """Return the (B, T) in the range of a step at which its trace is derived: four, which determine polynomials of up
-    to three monomials, or two to four if T is `fixed`. Return None if the range has too few. If T is not fixed, it is
-    at most `most`, the model's number of positions, and at least `least`, the tokens of its images.
+    to three monomials, two to four if T is fixed (`fixed` = 1), or the step's own if B is fixed as well (2). Return
+    None if the range has too few. If T is not fixed, it is at most `most`, the model's number of positions, and at
+    least `least`, the tokens of its images.
 
     >>> points(4, 2048)
     [(4, 2048), (4, 3072), (3, 4032), (5, 2048)]
     """
+    if fixed == 2:
+        return [(batch, tokens)]
     where = range_of(batch, tokens, fixed)
     lengths = [tokens] if fixed else range(max(where.tokens, least), min(2 * where.tokens, most + 1))
     batches = range(max(2, batch // 2), 2 * batch + 1) if where.several else (1,)

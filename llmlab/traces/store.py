@@ -40,7 +40,7 @@ def has_trace(run: Run) -> TypeGuard[Training]:
 
 def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
     """Return the stored trace of `run` if there is one; a file that cannot be read counts as none."""
-    for fixed in (False, True):
+    for fixed in range(3):
         key = _key(spec, run, card, fixed)
         if key not in _kept:
             try:
@@ -61,7 +61,7 @@ def keep(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> None:
         write_whole(_file(key), json.dumps(trace.to_dict(), separators=(",", ":")))
 
 
-def _key(spec: ModelSpec, run: Training, card: GPU, fixed: bool) -> str:
+def _key(spec: ModelSpec, run: Training, card: GPU, fixed: int) -> str:
     options = {name: value for name, value in run.to_dict().items() if name not in ("micro_batch", "seq_len")}
     where = range_of(run.micro_batch, run.seq_len, fixed)
     data = [__version__, _versions(), json.loads(spec.config_json), options, where, card.name]

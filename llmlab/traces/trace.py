@@ -73,10 +73,11 @@ class Moment(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     """The terms, moments and operators of a step, whose model has `groups` more groups of layers than the smallest one.
-    `fixed`: T must be the same as in the derivation, so polynomials are in B alone."""
+    `fixed`: how many sizes must be those of the derivation: T (polynomials are in B alone), or B as well (constants).
+    """
 
     groups: int
-    fixed: bool
+    fixed: int
     terms: tuple[Term, ...]
     moments: tuple[Moment, ...]
     kernels: KernelTrace
@@ -118,7 +119,7 @@ class Trace:
             for kernel, polynomials in formulas
         )
         operators = KernelTrace(tuple(kernels), *map(tuple, orders))
-        return cls(int(data["groups"]), bool(data["fixed"]), tuple(terms), tuple(moments), operators)
+        return cls(int(data["groups"]), int(data["fixed"]), tuple(terms), tuple(moments), operators)
 
 
 def _polynomial(monomials: Iterable[Sequence[Any]]) -> Polynomial:

@@ -132,6 +132,13 @@ def test_every_page_is_in_the_table_of_contents():
     assert sorted(listed) == sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in BOOK.rglob("*.md"))
 
 
+def test_the_first_page_asks_a_question_for_every_chapter():
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    chapters = [Path(chapter["file"]).name for part in toc["parts"][1:-1] for chapter in part["chapters"]]
+    rows = re.findall(r"^\| \[\]\(([\w-]+)\.ipynb\) \| .*\? \|$", (BOOK / "intro.md").read_text(encoding="utf-8"), re.M)
+    assert rows == chapters
+
+
 def test_a_page_that_moved_forwards_to_one_that_is_there():
     config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["sphinx"]["config"]
     moved = config["html_context"]["moved"]

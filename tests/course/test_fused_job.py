@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 import llmlab as lab
 from llmlab.course.job import GPU, MODEL, job
@@ -54,3 +56,14 @@ def test_each_chunk_moves_24_bytes_per_weight_of_the_head_on_a_t4_and_6_on_an_a1
 def test_four_sequences_together_fit_only_with_the_fused_loss():
     assert lab.estimate(MODEL, AFTER, GPU).outcome == "fits"
     assert lab.simulate(MODEL, replace(AFTER, kernels=None), GPU).outcome == "out of memory"
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="a torch without it")
+def test_torchs_chunked_loss_ignores_autocast():
+    torch.manual_seed(0)
+    hidden, head, targets = torch.randn(64, 32), torch.randn(1000, 32), torch.randint(1000, (64,))
+    exact = F.cross_entropy(hidden.double() @ head.double().T, targets).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        chunked = F.linear_cross_entropy(hidden, head, targets, options=torch.nn.LinearCrossEntropyOptions()).item()
+        whole = F.linear_cross_entropy(hidden, head, targets).item()
+    assert abs(chunked / exact - 1) < 1e-6 < abs(whole / exact - 1)

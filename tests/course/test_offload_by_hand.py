@@ -94,5 +94,5 @@ def test_8_bit_adam_halves_states_with_master_weights():
 def test_a_model_on_each_of_eight_gpus_waits_eight_times_as_long_as_one_that_zero_divides():
     """On eight A100s, each with a model of its own, or with one model that ZeRO-2 divides."""
     run = lab.Training(8, 2048, "mixed-bf16", checkpointing="full", offload="optimizer")
-    assert step(run, "A100-80GB", 8).seconds == pytest.approx(15.39, abs=0.01)
-    assert step(replace(run, dp=8, zero=2), "A100-80GB", 8).seconds == pytest.approx(6.36, abs=0.01)
+    assert step(run, "A100-80GB", 8).seconds == pytest.approx(15.4, abs=0.05)
+    assert step(replace(run, dp=8, zero=2), "A100-80GB", 8).seconds == pytest.approx(6.4, abs=0.05)

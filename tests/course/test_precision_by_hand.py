@@ -77,3 +77,18 @@ def test_fp16_weights_under_autocast_to_bf16_need_copies_and_an_fp32_residual_st
 
     (bf16, parameters), (fp16, _) = peak(torch.bfloat16), peak(torch.float16)
     assert fp16 - bf16 == pytest.approx(2 * parameters + 10 * h * layers * T, rel=0.03)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_adamw_with_fp16_weights_breaks_in_its_first_step_or_forgets_the_second_moment_if_fused(fused):
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, fused=fused)
+    for step in range(20):
+        weight.grad = torch.tensor([1e-4, 1e-5], dtype=torch.float16)
+        optimizer.step()
+        assert weight.isfinite().all() == fused
+        assert not optimizer.state[weight]["exp_avg_sq"].any(), step
+    if fused:  # equal gradients move a weight by about the learning rate, if the average of their squares grows
+        assert (1 - weight > 2 * 20 * 1e-3).all()

@@ -53,7 +53,7 @@ def test_messages_copies_and_updates_on_eight_gpus():
 def test_on_one_machine_a_lower_stage_without_checkpointing_is_faster_than_zero_3():
     times = [lab.estimate(MODEL_8B, replace(LAST, zero=stage), H100) for stage in (1, 2, 3)]
     assert [report.outcome for report in times] == ["fits"] * 3
-    assert max(report.step_seconds for report in times[:2]) < 0.93 * times[2].step_seconds
+    assert max(report.step_seconds for report in times[:2]) < 0.96 * times[2].step_seconds
 
 
 def test_the_worked_problems():
@@ -81,7 +81,8 @@ def test_zero_2_needs_more_than_zero_1_if_only_the_last_micro_batch_reduces():
 def test_stragglers_and_not_reductions_separate_zero_1_from_zero_2():
     long = replace(ZERO_3, dp=64, accumulation=8)
     one, two = (step(MODEL_8B, replace(long, zero=stage), H100, FAST) for stage in (1, 2))
-    assert two.scale - one.scale > two.seconds - one.seconds > 2 * (two.data - one.data)
+    longer = two.seconds - one.seconds
+    assert two.scale - one.scale > 0.7 * longer > 2 * (two.data_exposed - one.data_exposed)
 
 
 def test_copies_between_machines_pay_only_if_gpus_share_an_adapter():

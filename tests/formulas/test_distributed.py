@@ -579,14 +579,20 @@ def test_megatrons_python_is_most_of_a_tiny_step(card, checkpointing, seconds):
 
 
 def test_fsdp2_copies_what_it_gathers_and_scatters():
-    """What was gathered is read and written, twice; the gradients once, which torchtitan sums in fp32."""
+    """What was gathered is read and written, twice; the gradients once, which torchtitan sums in fp32. It keeps the
+    embedding and the head between the passes. A shard is cast, and copied into the buffer that is gathered."""
     spec, run = lab.model("meta-llama/Llama-3.1-8B"), Training(seq_len=8192, precision="mixed-bf16", dp=8, zero=3)
     titan = replace(run, stack=lab.Torchtitan())
     rates = kernels("H100")
     found, other = (data_parallel(spec, each, H100, rates, 1.0, 1 / 3, ("data",), 2**20) for each in (run, titan))
-    assert (found.bytes, other.bytes) == (6 * spec.parameters, 8 * spec.parameters)
-    assert found.copied == pytest.approx(12 * spec.parameters / rates.bandwidth)
-    assert other.copied == pytest.approx(14 * spec.parameters / rates.bandwidth)
+    kept = 2 * 2 * spec.vocab * spec.hidden
+    assert (found.bytes, other.bytes) == (6 * spec.parameters, 8 * spec.parameters - kept)
+    shards = (4 + 2 + 2 + 2) / 8
+    assert found.copied == pytest.approx((2 * (4 + shards) + 4) * spec.parameters / rates.bandwidth)
+    copied = (2 * (4 + shards) + 6) * spec.parameters - (2 + shards / 2) * kept
+    assert other.copied == pytest.approx(copied / rates.bandwidth)
+    twice = data_parallel(spec, replace(run, zero=2), H100, rates, 1.0, 1 / 3, ("data",), 2**20)
+    assert twice.copied == pytest.approx((4 + shards + 4) * spec.parameters / rates.bandwidth)
     assert step(spec, run, "H100", H100).data > found.copied
 
 

@@ -32,3 +32,15 @@ def test_backward_sends_tokens_to_their_experts_in_more_bytes_than_forward():
 
     forward = another_expert(replace(run, checkpointing="full")) - another_expert(run)
     assert another_expert(run) - forward > 2 * forward > 0
+
+
+@pytest.mark.parametrize("kernels", [None, "liger"])
+def test_math_moves_16_bytes_per_score_forward_and_24_backward_in_blocks_of_liger_too(kernels):
+    """16 bytes per score in the forward pass, which checkpointing repeats, and 24 in the backward pass; grouped heads
+    in fp16 leave a T4 only "math"."""
+    spec = lab.model({**LLAMA, "num_key_value_heads": 2})
+    run = lab.Training(seq_len=2048, precision="autocast-fp16", checkpointing="full", kernels=kernels)
+    math, efficient = (
+        moved(spec, replace(run, attention=way), lab.gpu("T4")).blocks for way in ("sdpa", "efficient")
+    )
+    assert math - efficient == pytest.approx(4 * 8 * 2048**2 * (2 * 16 + 24), rel=0.1)

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import llmlab as lab
+from llmlab.base import errors
 from llmlab.cli.main import cli
 from llmlab.planning.confirm import with_margin
 
@@ -46,6 +47,15 @@ def test_by_estimates_the_answer_is_the_last_that_is_sure_to_fit():
     fits = [lab.estimate(LLAMA, replace(RUN, seq_len=found.value + more), spare).outcome for more in (0, 128)]
     assert fits == ["fits", "unknown"] and found.value % 128 == 0
     assert lab.estimate(LLAMA, replace(RUN, seq_len=found.over.value), spare).outcome == "out of memory"
+
+
+def test_without_torch_estimates_answer_and_a_note_says_why(monkeypatch):
+    by_estimates = lab.solve(LLAMA, RUN, "A100-80GB", simulate=False)
+    monkeypatch.setattr(errors, "find_spec", lambda package: None)
+    found = lab.solve(LLAMA, RUN, "A100-80GB")
+    assert found.value == by_estimates.value
+    (note,) = [note for note in found.notes if note.code == "not-simulated"]
+    assert "needs torch" in note and "pip install 'llmlab[torch]'" in note
 
 
 def test_a_larger_rank_needs_more_memory_until_it_does_not_fit():

@@ -35,7 +35,7 @@ def cache(tmp_path, monkeypatch):
         (OLMO, {"dp": 8}),
         (DEEP, {"dp": 8, "zero": 3, "precision": "mixed-bf16", "checkpointing": "full"}),
         (GPT_OSS, {"checkpointing": "full"}),
-        ({"model_type": "bert", **BERT}, {"optimizer": "adamw-fused"}),
+        ({"model_type": "bert", **BERT}, {"optimizer": "adamw-fused", "dp": 8, "zero": 3, "precision": "fp32"}),
         (T5, {"optimizer": "sgd"}),
     ],
     ids=lambda value: value.get("model_type", str(value)),
@@ -72,6 +72,16 @@ def test_one_derivation_answers_for_other_sizes(monkeypatch):
         estimate, simulation = (verb(OLMO, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
         assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
         assert estimate.step_seconds == pytest.approx(simulation.step_seconds, rel=0.005)
+
+
+def test_sizes_like_which_there_are_no_others_have_a_trace_of_their_own(capsys):
+    """One sequence as long as the model has positions: half as many tokens are on the other side of a threshold."""
+    config = {"model_type": "bert", **BERT, "num_hidden_layers": 3, "max_position_embeddings": 512}
+    run = lab.Training(micro_batch=1, seq_len=512, checkpointing="full")
+    estimate, simulation = (verb(config, run, "T4") for verb in (lab.estimate, lab.simulate))
+    assert "derived" in [note.code for note in estimate.notes] and not capsys.readouterr().err
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.002)
+    assert estimate.step_seconds == pytest.approx(simulation.step_seconds, rel=0.002)
 
 
 def test_layers_that_differ_repeat_in_groups():

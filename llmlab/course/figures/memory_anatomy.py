@@ -39,13 +39,15 @@ def draw_lifetimes() -> Picture:
         stop = update - (update - backward) * block / BLOCKS
         box(ax, start, rows["activations"] + 16 * block, stop - start, 16, f"block {block + 1}", COLORS["activations"])
     box(ax, loss - 6, rows["logits"], backward - loss + 12, 22, "", COLORS["logits"])
+    box(ax, backward + 6, rows["logits"] + 16, end - backward - 6, 6, "", COLORS["logits"])  # `outputs.logits`
     for x in range(106, 380, 19):
         box(ax, x, rows["workspace"] + 4, 6, 14, "", COLORS["workspace"])
     return finished(
         picture,
         "When each part is in memory during a step. Weights: always. Optimizer states: from the first update on. "
         "Gradients: from backward, the last block's first, to the end. A block's activations: from its forward to its "
-        "backward, the first block's longest. Logits: around the loss. Workspace: while operators run.",
+        "backward, the first block's longest. Logits: around the loss, one tensor to the end. Workspace: while "
+        "operators run.",
     )
 
 

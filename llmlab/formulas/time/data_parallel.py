@@ -269,7 +269,9 @@ def _communicated(
     hidden = outside + max(0.0, sizes.layers * block - replica.forward)
     behind = stack_of(run).overlap_param_gather or uses_fsdp(run)
     exposed = reduced.exposed + (hidden if hide_forward and behind else sent)
-    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated - sizes.narrower, 0.0, reduced.reduce)
+    gathered = updated - sizes.narrower
+    copied = _copies(run, replica, gathered, _reductions(run)) if uses_fsdp(run) else 0.0
+    return Communicated(exposed, reduced.sent + sent, reduced.bytes + gathered, 0.0, reduced.reduce, copied)
 
 
 def buckets_finished(messages: int, cost: float, backward: float, share: float) -> float:
@@ -306,11 +308,8 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, buckets: int | None
 def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward: bool) -> Communicated:
     """Return the communication of ZeRO 3: each unit is gathered before its forward pass and again before its backward
     pass, while the previous unit computes. Its gradient is sent during the next unit's backward pass. Parameters
-    outside the blocks stay gathered from the forward to the backward pass.
-
-    FSDP2 copies gathered weights out of its buffer, and gradients into the buffer of the reduce-scatter, on the stream
-    that computes (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out,
-    foreach_reduce).
+    outside the blocks stay gathered from the forward to the backward pass, unless the stack frees them (FSDP2 with
+    reshard_after_forward=True for the whole model).
 
     In a pipeline, torch frees weights only after the last backward pass. A forward pass that follows a backward pass
     finds all blocks gathered, and frees them. So m micro-batches of 1F1B gather a block m + 1 times
@@ -324,6 +323,8 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
     scatter, outside_scatter = replica.seconds("reduce-scatter", sizes.reduced, messages=sizes.scatters)
     regather = (1 + sizes.again) * gather
     reduce, outside_reduce = replica.summed()
+    outside_gathers = 2 if stack_of(run).reshards_model else 1
+    outside_gather *= outside_gathers
     outside = outside_gather + outside_scatter + outside_reduce
     forward = layers * gather
     sent = whole * (forward + layers * (regather + scatter + reduce) + outside) + gathers_only * forward
@@ -339,11 +340,23 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
 
     exposed = whole * (forward + backward(scatter, reduce) + outside) + gathers_only * backward(0.0, 0.0)
     exposed += again * (forward + outside_gather)
-    weights = sizes.weights - sizes.narrower
     gathers = (2 + sizes.again) * whole + gathers_only + again
-    size = whole * (1 + 2 * _copied(replica)) * sizes.reduced + gathers * weights
-    moved = whole * (sizes.gradients + sizes.reduced) + gathers * 2 * weights
-    return Communicated(exposed, sent, size, gather, scatter + reduce, moved / replica.kernels.bandwidth)
+    gathered = gathers * (sizes.in_blocks * sizes.weights - sizes.narrower)
+    gathered += outside_gathers * (whole + again) * (1 - sizes.in_blocks) * sizes.weights
+    size = whole * (1 + 2 * _copied(replica)) * sizes.reduced + gathered
+    return Communicated(exposed, sent, size, gather, scatter + reduce, _copies(run, replica, gathered, whole))
+
+
+def _copies(run: Training, replica: _Replica, gathered: float, reductions: int) -> float:
+    """Return the seconds of FSDP2's copies in a step that gathers `gathered` bytes: of shards into the buffer of the
+    all-gather, for which fp32 masters are cast; of whole weights out of it; and in `reductions` micro-batches of the
+    gradients into the buffer of the reduce-scatter. They run on the stream that computes
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: all_gather_copy_in, foreach_all_gather_copy_out,
+    foreach_reduce)."""
+    shards = gathered / replica.group.ranks
+    casts = 3 * shards if uses_fsdp(run) and PRECISION[run.precision].master else 0.0
+    moved = 2 * gathered + 2 * shards + casts + reductions * (replica.sizes.gradients + replica.sizes.reduced)
+    return moved / replica.kernels.bandwidth
 
 
 def _reductions(run: Training) -> int:

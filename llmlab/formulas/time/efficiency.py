@@ -42,6 +42,11 @@ class Efficiency:
     validated: str = ""
     derived: str = ""  # the date
 
+    def exceeds_cache(self, row: float) -> bool:
+        """Return whether rows of `row` bytes do not fit in the cache: each multiprocessor runs two blocks of 1024
+        threads, and each block goes over a row."""
+        return 2 * self.sms * row > self.cache
+
 
 @cache
 def efficiencies() -> dict[str, Efficiency]:

@@ -28,7 +28,9 @@ from .products import is_last, multiplied_wide
 from .stacks import megatron, torchtitan
 from .traffic import Pass, cast, rmsnorm, transposed_norm
 
-LOGITS_MOVES = 10.0  # reads and writes of the fp32 logits by the loss
+# Reads and writes of each fp32 logit by the loss: log_softmax 2, its backward pass 3, and zeros as the gradient of its
+# output. Both passes read rows that do not fit in the cache again, 2 and 1 times (cuda/SoftMax.cu).
+LOGITS_MOVES, LOGITS_AGAIN = 6, 3
 # A compiled loss reads the 16-bit logits for their maximum, for their sum and for the gradient, which it writes.
 # Liger's reads them once for maximum and sum (liger_kernel 0.8.5, ops/cross_entropy.py).
 FUSED_LOGITS, LIGER_LOGITS = 4 * 2, 3 * 2
@@ -62,11 +64,13 @@ CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 class Moved(NamedTuple):
     """Bytes that a step's element-wise operators move: in blocks; in the loss, which only the last pipeline stage
     computes; and `strided`, the part of `blocks` in tensors with gaps between their elements, which are slower to move
-    (`Efficiency.strided`)."""
+    (`Efficiency.strided`). The loss moves `again` more bytes if its rows, of `row` bytes, do not fit in the cache."""
 
     blocks: float
     loss: float
     strided: float
+    again: float = 0.0
+    row: float = 0.0
 
 
 def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
@@ -84,16 +88,18 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 @lru_cache(maxsize=1024)
 def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind: bool) -> Moved:
     share, stack = share_of(spec, run, find_gpu(CARDS[flash])), stack_of(run)
-    moves: float = LOGITS_MOVES * 4 + bool(spec.logit_softcap) * sum(capped(share.bytes.compute))
+    b, again = share.bytes.compute, LOGITS_AGAIN * 4.0
+    moves: float = LOGITS_MOVES * 4 + 2 * cast(b, 4) + bool(spec.logit_softcap) * sum(capped(b))
     if own := OWN_LOGITS.get(stack.name):
-        moves = sum(own[stack.cross_entropy_fusion_impl])
+        moves, again = sum(own[stack.cross_entropy_fusion_impl]), 0.0
     elif (run.compile and stack.compile_loss) or run.kernels in ("liger", "fused-loss"):
-        moves = LIGER_LOGITS if run.kernels in ("liger", "fused-loss") else FUSED_LOGITS
+        moves, again = LIGER_LOGITS if run.kernels in ("liger", "fused-loss") else FUSED_LOGITS, 0.0
         if share.compiled and run.kernels is None:
             moves += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
     if read := METHOD_LOGITS.get(run.objective.loss):
-        moves = read * share.bytes.compute
-    logits = moves * run.scored // run.cp * spec.vocab / share.loss_ranks
+        moves, again = read * b, 0.0
+    row = spec.vocab / share.loss_ranks
+    logits = moves * run.scored // run.cp * row
     if run.kernels == "liger":
         logits += head_casts(share)
     fused = run.compile or run.kernels == "liger"
@@ -110,7 +116,8 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
         if spec.qk_norm:
             back += transposed_norm(share.linear_bytes) * (spec.query_width + spec.key_width)
         turned = share.tokens / run.tp * (once * (1 + share_again(spec, run)) + back)
-    return Moved(blocks, run.accumulation * logits, run.accumulation * spec.layers / run.pp * turned)
+    again *= run.accumulation * run.scored // run.cp * row
+    return Moved(blocks, run.accumulation * logits, run.accumulation * spec.layers / run.pp * turned, again, 4 * row)
 
 
 def weight_casts(share: Share) -> float:
@@ -502,8 +509,9 @@ def fused_block(share: Share) -> float:
         rotation                        reads and writes queries and keys, also in the backward pass
         activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
                                         the gradient of the weight. Otherwise 2 f, and 3 f
-        eager attention's scores        compiled: reads them, writes the saved tensors; backward: reads their gradient
-                                        and the output of softmax, writes a gradient. Otherwise operator by operator
+        attention                       compiled eager scores: reads them, writes the saved tensors; backward: reads
+                                        their gradient and the output of softmax, writes a gradient. Without a compiler
+                                        operator by operator
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)
@@ -524,7 +532,7 @@ def fused_block(share: Share) -> float:
     repeated, scores = again * forward, 0.0
     if share.kernel == "eager" and run.compile:
         scores = score_elements(share) * (softmax_element(share) + 3 * share.attention_bytes + share.softmax_bytes)
-    elif share.kernel == "eager":
+    elif not run.compile:
         one = attend(share)
         scores = T * (one.forward * (1 + again) + one.backward)
     scores /= run.tp

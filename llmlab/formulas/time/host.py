@@ -78,6 +78,11 @@ EXPERTS = {"mixtral": Operators(19, 4, 24, 4)}
 OTHER_EXPERTS = Operators(16, 4, 16, 3)
 # Operators that DDP adds per gradient: copies into a bucket and back, and their views.
 BUCKETED = Operators(0, 1, 2, 1)
+# Operators that FSDP2 adds when it gathers a unit, before its forward pass, and when it reduces its gradients; and a
+# view for each parameter in both.
+GATHERED, REDUCED, SHARD_VIEW = Operators(4, 5, 0, 0), Operators(0, 0, 2, 3), Operators(0, 1, 0, 1)
+# When ZeRO-3 gathers it again, in the backward pass, which also frees it.
+GATHERED_AGAIN, SHARD_VIEW_AGAIN = Operators(0, 0, 4, 4), Operators(0, 0, 0, 1)
 # Operators that Gemma's norm adds, because it multiplies by 1 + weight in fp32, and a softcap.
 WIDE_NORM, SOFTCAP = Operators(2, 1, 1, 2), Operators(3, 0, 3, 0)
 # A block of transformers that generates a token in 16 bits with SDPA and a DynamicCache, which concatenates keys and
@@ -325,8 +330,9 @@ def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> flo
     tensors, own = trained(spec, run), UPDATES.get(stack_of(run).name)
     # With a master copy, a gradient is cast before its update, and the weight after it, if FSDP2 does not cast them.
     casts = MASTER_CASTS if PRECISION[run.precision].master and not run.lora and not uses_fsdp(run) else 0
-    count = own(spec, run, tensors) if own else (UPDATED + casts) * tensors / run.pp
-    return count * HERE * hook_spread(host)
+    if own:
+        return own(spec, run, tensors) * HERE * hook_spread(host)
+    return tensors / run.pp * (UPDATED * HERE * hook_spread(host) + casts * host.dispatch)
 
 
 def compiled_kernels(spec: ModelSpec, run: Training) -> float:
@@ -355,11 +361,21 @@ def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     seconds = started(spec, run).seconds(host)
     if run.dp > 1 and not run.zero and not (stack_of(run).own_model or stack_of(run).own_sums):
         adding += trained(spec, run) / run.pp * BUCKETED.seconds(host)
+    if uses_fsdp(run) and not stack_of(run).own_model:
+        adding += _fsdp_operators(spec, run).seconds(host) / run.pp
     if by_bitsandbytes(run):
         quantized = sum(linear.count for linear in spec.block_linears)
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom
     passes = run.accumulation * seconds / run.pp + adding
     return passes + hook_seconds(spec, run, host) + python_seconds(spec, run)
+
+
+def _fsdp_operators(spec: ModelSpec, run: Training) -> Operators:
+    """Return the operators that FSDP2 adds to a step: its units are the blocks and the rest of the model."""
+    unit, view = GATHERED.plus(REDUCED), SHARD_VIEW
+    if run.zero == 3:
+        unit, view = unit.plus(GATHERED_AGAIN), view.plus(SHARD_VIEW_AGAIN)
+    return unit.times(spec.layers + 1).plus(view.times(parameters(spec))).times(run.accumulation)
 
 
 def generation_host_seconds(spec: ModelSpec, host: Efficiency) -> float:

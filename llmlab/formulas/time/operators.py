@@ -39,9 +39,7 @@ def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None =
     if kernel.kind in ("none", "sent"):
         return 0.0
     moved = kernel.bytes
-    # Each multiprocessor runs two blocks of 1024 threads, and each block goes over a row. Rows that do not fit in the
-    # cache are read again.
-    if kernel.row and 2 * rates.sms * kernel.row > rates.cache:
+    if kernel.row and rates.exceeds_cache(kernel.row):
         moved += kernel.again
     seconds = moved / {"gather": rates.gather, "strided": rates.strided}.get(kernel.kind, rates.bandwidth)
     if kernel.kind == "serial":

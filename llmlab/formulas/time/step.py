@@ -172,7 +172,8 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
         value = value_run(run)
         blocks += moved(spec, value, card).blocks / gpu_kernels.bandwidth
         host += host_seconds(spec, value, gpu_kernels.host)
-    made = Passes(multiplied, attention, blocks, sent.loss / gpu_kernels.bandwidth, host)
+    loss = sent.loss + (sent.again if rates.exceeds_cache(sent.row) else 0.0)
+    made = Passes(multiplied, attention, blocks, loss / gpu_kernels.bandwidth, host)
     return made._replace(host=made.host + host_waits(run, made))
 
 

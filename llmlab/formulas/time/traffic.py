@@ -17,6 +17,10 @@ def cast(one: int, other: int) -> int:
     return one + other if one != other else 0
 
 
+# Bytes per element that RMSNorm's backward pass reads and writes in fp32: the gradient times x (8 + 4), times rsqrt
+# (4 + 4), and the sum of the first (4); the mean's gradient (0 + 4), x ** 1 (4 + 4), twice that (4 + 4), and their
+# product (8 + 4); the sum of both gradients of x (8 + 4).
+RMSNORM_BACKWARD = 12 + 8 + 4 + 4 + 8 + 8 + 12 + 12
 # Bytes per element of a norm over heads whose gradients are transposed: in fp32, and reads and writes in the dtype of
 # its output.
 TRANSPOSED_NORM, TRANSPOSED_MOVES = 38, 6
@@ -26,7 +30,8 @@ def rmsnorm(b: int, trained: bool, wide_weight: bool = False) -> Pass:
     """Return the bytes per element of RMSNorm as transformers writes it out, of elements of `b` bytes. Gemma's classes
     multiply by the weight in fp32 (`wide_weight`), others after the cast back."""
     there_and_back, w = cast(b, 4) + cast(4, b), 4 if wide_weight else b
-    return Pass(8 + 4 + 8 + there_and_back + 2 * w, 68 + there_and_back + (6 if trained else 2) * w)
+    backward = RMSNORM_BACKWARD + there_and_back + (6 if trained else 2) * w
+    return Pass(8 + 4 + 8 + there_and_back + 2 * w, backward)
 
 
 def transposed_norm(b: int) -> int:

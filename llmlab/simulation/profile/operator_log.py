@@ -215,6 +215,8 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int,
     if name in WRITES_ONLY:
         return written, 0, 0
     read = sum(map(_extent, inputs))
+    if name == "aten::_foreach_copy_":  # its inputs are both lists, of which it reads the second and writes the first
+        return read, 0, 0
     if name == "aten::copy_":
         return 2 * written if len(inputs) < 2 else written + _extent(inputs[1]), 0, 0
     if name == "aten::slice_backward":  # zeros, then a copy of the gradient into them

@@ -20,6 +20,7 @@ aten = torch.ops.aten
 VALUE = "simulated_value"  # the attribute of a fake tensor that holds the real one
 LOAN = "simulated_loan"  # the attribute with the `Loan`, if the values belong to another tensor
 VALUES_LIMIT = 1 << 22  # elements of an integer tensor whose values are followed
+FILLED = 1 << 17  # elements of a tensor that a factory fills, such as a padding mask of ones
 SMALL = 1024  # elements of any other
 INTEGERS = (torch.int64, torch.bool, torch.int32)
 FACTORIES = frozenset((
@@ -84,7 +85,7 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any, limit: int)
             _follow_change(func, args, kwargs)
         elif (loan := _loan_among(args)) is not None and (func.is_view or out.numel() > SMALL):
             _lend(func, args, kwargs, out, loan)
-        elif is_followed(out, limit):
+        elif is_followed(out, max(limit, FILLED) if func in FACTORIES else limit):
             _follow_value(func, args, kwargs, out)
     elif out is None:
         _follow_change(func, args, kwargs)

@@ -49,9 +49,10 @@ def test_the_next_peak_is_the_heads_gradient_at_1024_tokens_and_all_scores_are_s
     assert peaks["efficient"] < lab.gpu(GPU).room(1) < peaks["eager"]
 
 
-def test_fused_attention_on_a_t4_is_no_slower_and_sdpa_alone_is_between(reports):
+def test_on_a_t4_sdpa_alone_makes_our_job_slower_and_repeated_heads_make_it_faster(reports):
+    """Grouped heads leave SDPA only "math", which multiplies in fp32."""
     eager, sdpa, efficient = (reports[way].step_seconds for way in ("eager", "sdpa", "efficient"))
-    assert efficient < sdpa < eager
+    assert efficient < eager < sdpa
 
 
 def test_attention_in_tiles_is_exact():
