@@ -164,7 +164,8 @@ def test_where_nothing_fits_the_nearest_that_does_is_named():
 
 
 def test_where_no_single_card_is_enough_more_of_a_larger_one_are():
-    plan = lab.plan("meta-llama/Llama-3.1-70B", "T4", 16, fixed={"seq_len": 2048})
+    fixed = {"seq_len": 2048, "compile": False, "offload": None, "checkpointing": "full"}
+    plan = lab.plan("meta-llama/Llama-3.1-70B", "T4", 16, fixed=fixed)
     directions = {each.direction: each.machines for each in plan.nearest}
     found = directions["More GPUs with more memory"]
     assert "A GPU with more memory" not in directions and found.total > 1 and found.card.memory > lab.gpu("T4").memory

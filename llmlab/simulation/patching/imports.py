@@ -161,8 +161,8 @@ def swept(*also: str) -> Iterator[Callable[[], None]]:
     finally:
         originals: dict[int, dict[str, Any]] = {}  # by id of the patch, which `patched` keeps alive, and by name
         for module_name, names in patched.items():
-            module = sys.modules.get(module_name)
-            now = vars(module) if isinstance(module, ModuleType) else {}
+            there = sys.modules.get(module_name)
+            now = vars(there) if isinstance(there, ModuleType) else {}
             if len(now) == len(names) and all(map(operator.is_, names.values(), now.values())):
                 continue  # as nearly all modules: looking up each of 100,000 names would take as long as a small run
             for name, value in names.items():
