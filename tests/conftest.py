@@ -78,9 +78,10 @@ class Forked:
     def Process(target, args, name):
         server = get_context("forkserver")
         # torch's optimizers import its compiler. None of these touches a GPU, which a fork could not use any more.
-        transformers = "transformers.models.llama.modeling_llama"
+        # transformers' trainer imports PEFT, which imports bitsandbytes, which imports the compiler's backend.
+        transformers = ("transformers.models.llama.modeling_llama", "transformers.trainer")
         server.set_forkserver_preload(
-            ["pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", transformers, "llmlab"]
+            ["pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", *transformers, "llmlab"]
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")  # threads that a library starts as it is loaded are not forked

@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+import tempfile
 import types
 
 import pytest
@@ -14,14 +15,20 @@ from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.course.architectures.small import stated
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """A cache folder of its own for each test, and nothing remembered from the one before."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("LLMLAB_CACHE", str(folder))
-    for remembered in (data._tokenizer, data._encode, data._hugging_face):
-        remembered.cache_clear()
-    return folder
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    """One cache folder for this file: training a large vocabulary takes seconds."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMLAB_CACHE", folder)
+        yield
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache folder of the test's own, and nothing remembered from the one before."""
+    monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path / "cache"))
+    data._tokenizer.cache_clear()
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -149,7 +156,7 @@ def test_a_crash_while_writing_leaves_the_cache_as_it_was(cache, notes, monkeypa
     assert path.read_bytes() == before and list(cache.iterdir()) == [path]
 
 
-def test_a_cache_that_cannot_be_written_costs_time_not_the_tokenizer(tmp_path, notes, monkeypatch):
+def test_a_cache_that_cannot_be_written_costs_time_not_the_tokenizer(tmp_path, cache, notes, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="not cached.*LLMLAB_CACHE"):
@@ -221,6 +228,7 @@ def datasets(monkeypatch):
         raise ConnectionError("the network went away\nand more lines of it")
 
     module.load_dataset = load_dataset
+    data._hugging_face.cache_clear()
     monkeypatch.setitem(sys.modules, "datasets", module)
     return module
 

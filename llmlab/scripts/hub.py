@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,8 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
     Enter it inside a simulator.
     """
-    all_configs = {name: find_model(name).config for name in models()}
-    all_configs |= {alias: all_configs[name] for name, alias in MOVED.items() if name in all_configs}
-    all_configs |= {name: dict(config) for name, config in configs.items()}
-    for config in all_configs.values():  # scripts find the class by it
-        if (made := architecture(config["model_type"])) is not None:
-            config.setdefault("architectures", [made])
     with tempfile.TemporaryDirectory(prefix="llmlab-hub-") as folder, ExitStack() as stack:
-        _fill(Path(folder), all_configs, set(configs))
+        _fill(Path(folder), configs)
         settings = {"HF_HUB_CACHE": folder, "HF_HUB_OFFLINE": "1"}
         stack.enter_context(mock.patch.dict(os.environ, settings))
         constants = sys.modules.get("huggingface_hub.constants")
@@ -90,22 +85,42 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         yield
 
 
-def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]], replaced: set[str]) -> None:
-    """Fill a cache with links to the real one and an entry for each of `configs`; `replaced` ones replace real
-    entries."""
-    real = hub_cache.folder()
-    entries = {path.name: path for path in real.iterdir()} if real.is_dir() else {}
+@cache
+def _presets() -> tempfile.TemporaryDirectory:
+    """Return a folder with an entry for each preset. It is made once per process, because removing its hundreds of
+    folders can take seconds."""
+    folder = tempfile.TemporaryDirectory(prefix="llmlab-presets-")
+    configs = {name: find_model(name).config for name in models()}
+    configs |= {alias: configs[name] for name, alias in MOVED.items() if name in configs}
     for name, config in configs.items():
-        entry = hub_cache.entry_of(name)
-        if entry in entries and name not in replaced:
-            continue
-        entries.pop(entry, None)
-        (folder / entry / "refs").mkdir(parents=True)
-        (folder / entry / "refs" / "main").write_text(REVISION, "utf-8")
-        snapshot = folder / entry / "snapshots" / REVISION
-        snapshot.mkdir(parents=True)
-        (snapshot / "config.json").write_text(json.dumps(dict(config), default=dict), "utf-8")
-    for entry, path in entries.items():
+        _add(Path(folder.name), name, config)
+    return folder
+
+
+def _add(folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    """Add an entry for the model `name` to the cache in `folder`."""
+    config = dict(config)
+    if (made := architecture(config["model_type"])) is not None:  # scripts find the class by it
+        config.setdefault("architectures", [made])
+    entry = folder / hub_cache.entry_of(name)
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text(REVISION, "utf-8")
+    snapshot = entry / "snapshots" / REVISION
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(config, default=dict), "utf-8")
+
+
+def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Fill a cache with `configs`, and with links to the other entries of the real cache and to the other presets."""
+    for name, config in configs.items():
+        _add(folder, name, config)
+    given = {hub_cache.entry_of(name) for name in configs}
+    real = hub_cache.folder()
+    cached = {path.name: path for path in real.iterdir() if path.name not in given} if real.is_dir() else {}
+    for path in Path(_presets().name).iterdir():
+        if path.name not in given | cached.keys():
+            (folder / path.name).symlink_to(path)
+    for entry, path in cached.items():
         main = path / "refs" / "main"
         snapshot = path / "snapshots" / main.read_text("utf-8").strip() if main.is_file() else path
         if entry.startswith("models--") and (snapshot / "config.json").is_file() and not _has_weights(snapshot):
@@ -123,7 +138,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 @contextmanager
-def _created_weights(cache: Path) -> Iterator[None]:
+def _created_weights(hub: Path) -> Iterator[None]:
     """Let from_pretrained of transformers' models create the checkpoint if there is only a config."""
     from transformers import PreTrainedModel
 
@@ -131,7 +146,7 @@ def _created_weights(cache: Path) -> Iterator[None]:
     created: set[Path] = set()
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = _snapshot(cache, str(name), kwargs.get("subfolder") or "")
+        folder = _snapshot(hub, str(name), kwargs.get("subfolder") or "")
         if folder is not None and folder not in created and not _has_weights(folder):
             created.add(folder)
             _check_weights(str(name), folder, kwargs)
@@ -244,12 +259,12 @@ def _no_space() -> Iterator[None]:
         yield
 
 
-def _snapshot(cache: Path, name: str, subfolder: str) -> Path | None:
+def _snapshot(hub: Path, name: str, subfolder: str) -> Path | None:
     """Return the folder that transformers loads `name` from, if it has a config."""
     if os.path.isdir(name):
         folder = Path(name)
     else:
-        snapshot = hub_cache.snapshot(name, cache)
+        snapshot = hub_cache.snapshot(name, hub)
         if snapshot is None:
             return None
         folder = snapshot

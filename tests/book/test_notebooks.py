@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import jupytext
@@ -24,6 +25,12 @@ def cells(notebook):
     return [(cell.cell_type, cell.source, *metadata) for cell, metadata in zip(notebook.cells, kept, strict=True)]
 
 
+@cache
+def text(source: Path):
+    return jupytext.read(source)
+
+
+@cache
 def executed(source: Path):
     path = source.with_suffix(".ipynb")
     assert path.is_file(), f"{path.name} is not there: run `make outputs` and commit it"
@@ -36,7 +43,7 @@ def test_the_book_has_notebooks():
 
 @each_page
 def test_the_notebook_is_made_from_its_text(source):
-    assert cells(executed(source)) == cells(jupytext.read(source)), "run `make outputs` and commit the .ipynb"
+    assert cells(executed(source)) == cells(text(source)), "run `make outputs` and commit the .ipynb"
 
 
 @each_page
@@ -52,7 +59,7 @@ def test_every_code_cell_was_executed_in_order_and_none_failed(source):
 
 @each_page
 def test_the_first_cell_sets_up_llmlab_as_every_page_does(source):
-    first = next(cell for cell in jupytext.read(source).cells if cell.cell_type == "code")
+    first = next(cell for cell in text(source).cells if cell.cell_type == "code")
     usual = (BOOK / "_setup.ipy").read_text(encoding="utf-8").rstrip("\n")
     # What a chapter imports besides: test_project.py.
     assert re.sub(r"(\[plot,torch,quant)[a-z,]*\]", r"\1]", first.source) == usual
@@ -104,8 +111,8 @@ def test_exercises_ask_and_their_solutions_are_right(source):
 
 @each_page
 def test_outputs_name_no_path_of_one_machine(source):
-    text = source.with_suffix(".ipynb").read_text(encoding="utf-8")
-    assert re.findall(r"(?:/home/|/root/|/tmp/|/work/|/Users/|C:\\\\)[\w.-]+", text) == []
+    written = source.with_suffix(".ipynb").read_text(encoding="utf-8")
+    assert re.findall(r"(?:/home/|/root/|/tmp/|/work/|/Users/|C:\\\\)[\w.-]+", written) == []
 
 
 def test_the_site_is_rendered_from_the_notebooks():

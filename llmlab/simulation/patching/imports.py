@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -154,16 +155,19 @@ def swept(*also: str) -> Iterator[Callable[[], None]]:
 
     def look() -> None:
         if sys.modules.keys() - before - {CUDA_GRAPHS.__name__}:  # it is there only while patches are
-            patched.update(_names())
+            patched.update({n: dict(vars(m)) for n, m in sys.modules.items() if isinstance(m, ModuleType)})
 
     try:
         yield look
     finally:
         originals: dict[int, dict[str, Any]] = {}  # by id of the patch, which `patched` keeps alive, and by name
-        after = _names() if patched else {}
         for module_name, names in patched.items():
+            there = sys.modules.get(module_name)
+            now = vars(there) if isinstance(there, ModuleType) else {}
+            if len(now) == len(names) and all(map(operator.is_, names.values(), now.values())):
+                continue  # as nearly all modules: looking up each of 100,000 names would take as long as a small run
             for name, value in names.items():
-                original = after.get(module_name, {}).get(name, value)
+                original = now.get(name, value)
                 if original is value or vars(builtins).get(getattr(value, "__name__", "")) is value:
                     continue  # a builtin is never a patch: the module changed a variable of its own
                 if callable(value) or isinstance(value, str):
@@ -171,11 +175,6 @@ def swept(*also: str) -> Iterator[Callable[[], None]]:
         for name in sys.modules.keys() - before if originals else ():
             if not name.startswith(OURS) and isinstance(module := sys.modules[name], ModuleType):
                 _put_back(module, originals)
-
-
-def _names() -> dict[str, dict[str, Any]]:
-    modules = [(name, module) for name, module in sys.modules.items() if isinstance(module, ModuleType)]
-    return {name: dict(vars(module)) for name, module in modules}
 
 
 def _put_back(module: ModuleType, originals: dict[int, dict[str, Any]]) -> None:
