@@ -145,7 +145,7 @@ class Report(Tabular):
         """Return the report that `to_json` wrote; text that is not JSON raises SpecError."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"not JSON: {error}") from None
         if not isinstance(data, dict):
             raise SpecError(f"a report is a JSON object; this is a {type(data).__name__}")

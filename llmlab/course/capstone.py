@@ -10,8 +10,8 @@
         --settings plan/ds_config.json
 
 `llmlab.plan` and `llmlab.write` write the files in plan/. Kill the script at any moment, and start it again with the
-same command: it goes on from its last checkpoint. On a CPU, the final weights are bit for bit those of a run that was
-never killed.
+same command: it continues from its last checkpoint. On a CPU, the final weights equal those of an uninterrupted run bit
+for bit.
 
     B  sequences of a step     S  tokens per sequence     V  vocabulary
 """
@@ -63,7 +63,7 @@ IGNORED = -100  # the label of a token that has no loss
 BLOCKS, BLOCK_SIZE = 256, 16  # of the server's KV cache: in tokens
 
 
-# ---- 0. The plan: what is trained, how, and what to expect of it
+# ---- 0. The plan: the model, its training, and predictions
 
 
 ADAPTERS = LoRA(rank=8, targets=TARGETS, dropout=0.05)
@@ -116,7 +116,7 @@ SCALES = {
 
 @dataclass
 class Session:
-    """Where a run writes and on which device it trains.
+    """The folder, the rank, the device and the engine of a run.
 
     `engine` is one of ENGINES, `settings` is the content of DeepSpeed's config, and `on_step(phase, step, loss)` is
     called after each step.
@@ -182,11 +182,11 @@ def questions(text: str) -> list[tuple[str, str]]:
     defined = re.compile(
         r"^( *)(?:class |classmethod |static |async )*([A-Za-z_][\w.]{2,})\([^\n]*\)\n\n((?:\1   \S[^\n]*\n)+)", re.M
     )
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     for _, name, description in defined.findall(text):
         first = re.split(r"\.\s", " ".join(description.split()) + " ")[0].rstrip(". ") + "."
-        found.setdefault(f"What does {name} do?", first)
-    return [(question, answer) for question, answer in found.items() if 20 < len(answer) < 200]
+        answers.setdefault(f"What does {name} do?", first)
+    return [(question, answer) for question, answer in answers.items() if 20 < len(answer) < 200]
 
 
 def prompt(question: str) -> str:
@@ -201,7 +201,7 @@ def prepare(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> Data:
         session.folder.mkdir(parents=True, exist_ok=True)
         with whole(session.folder / "tokenizer.json") as path:
             encoder.save(str(path))
-        with whole(packed) as path:  # two bytes per token, as no vocabulary here has more than 65,536
+        with whole(packed) as path:  # two bytes per token, because no vocabulary here is larger than 65,536
             np.array(encoder.encode(END_OF_TEXT.join(documents(text))).ids, np.uint16).tofile(path)
     if session.here.ranks > 1:
         dist.barrier()
@@ -248,7 +248,7 @@ def label_loss(logits_BSV: Tensor, labels_BS: Tensor, count: float) -> Tensor:
 
 
 def scored(labels_BS: Tensor) -> int:
-    """Return how many labels have a loss. Nothing predicts the first of a row."""
+    """Return how many labels have a loss. The first label of a row has none, because no token precedes it."""
     return int((labels_BS[:, 1:] != IGNORED).sum())
 
 
@@ -313,7 +313,7 @@ class Progress:
 
 
 class Engine(NamedTuple):
-    """The model as a library wraps it for the forward pass, its backward pass, and its update of the weights."""
+    """The model, wrapped by a library for the forward pass, and the library's backward pass and update."""
 
     model: nn.Module
     backward: Callable[[Tensor], Any]
@@ -327,16 +327,16 @@ def start_engine(name: str, progress: Progress, here: Place, settings: dict[str,
     if name == "accelerate":
         from accelerate import Accelerator
 
-        # Without `cpu`, an Accelerator on ranks that have no GPU trains each of them alone, and says nothing.
+        # Without `cpu`, an Accelerator silently trains each rank alone if the ranks have no GPU.
         accelerator = Accelerator(cpu=weights[0].device.type == "cpu")
-        prepared, stepped = accelerator.prepare(model, optimizer)
+        wrapped_model, wrapped_optimizer = accelerator.prepare(model, optimizer)
 
         def update() -> None:
             accelerator.clip_grad_norm_(weights, CLIP)
-            stepped.step()
-            stepped.zero_grad()
+            wrapped_optimizer.step()
+            wrapped_optimizer.zero_grad()
 
-        return Engine(prepared, accelerator.backward, update)
+        return Engine(wrapped_model, accelerator.backward, update)
     if name == "deepspeed":
         from .experiments.engines import quiet_deepspeed
 
@@ -454,7 +454,7 @@ def merged(tuned: nn.Module, spec: ModelSpec) -> Llama:
     return plain.eval()
 
 
-# ---- 4. Evaluation that discriminates: the same windows for all models, compared in pairs
+# ---- 4. Evaluation: all models read the same windows, and are compared in pairs
 
 
 @torch.no_grad()
@@ -468,11 +468,11 @@ def window_losses(model: nn.Module, windows_BS: Tensor) -> Tensor:
 @torch.no_grad()
 def answer_losses(model: nn.Module, encoder: Tokenizer, exam: Sequence[tuple[str, str]], longest: int) -> Tensor:
     """Return the mean loss of each right answer, (questions,), in nats per token."""
-    found = []
+    losses = []
     for pair in exam:
         ids_1S, labels_1S = padded(encoder, [pair], longest)
-        found.append(label_loss(model(ids_1S), labels_1S, scored(labels_1S)))
-    return torch.stack(found)
+        losses.append(label_loss(model(ids_1S), labels_1S, scored(labels_1S)))
+    return torch.stack(losses)
 
 
 def compare(losses: Tensor, others: Tensor) -> tuple[float, float]:
@@ -498,7 +498,7 @@ def to_nf4(weight: Tensor, inputs: Tensor | None = None) -> Tensor:
 
 
 def to_two_bits(weight: Tensor, inputs: Tensor | None = None) -> Tensor:
-    """Return the weights rounded to four values per group of 32: too few, so that an evaluation must notice."""
+    """Return the weights rounded to four values per group of 32, which are so few that an evaluation must notice."""
     return rtn(weight, bits=2, group=32).dequantize()
 
 
@@ -580,7 +580,7 @@ def llama_cpp_tokens(path: Path, encoder: Tokenizer, prompts: Sequence[str], new
 
 
 def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, Any]:
-    """Do all parts in `session.folder`. Return the predictions and the measurements on rank 0, {} on all others."""
+    """Run all parts in `session.folder`. Return the predictions and the measurements on rank 0, {} on all others."""
     folder, clock = session.folder, Clock()
     text = corpus(source)
     sample = text[: len(text) // 20]
@@ -607,18 +607,7 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
     exam = {name: answer_losses(model, data.tokenizer, data.exam, scale.tuning.seq_len)
             for name, model in models.items()}  # fmt: skip
     clock("evaluation")
-    asked = data.exam[:: max(1, len(data.exam) // scale.answers)][: scale.answers]
-    prompts = [prompt(question) for question, _ in asked]
-    served = {name: serve(models[name], data.tokenizer, prompts, scale.answer_tokens)
-              for name in ("pretrained", scale.mixes[0])}  # fmt: skip
-    sampled = serve(pretrained, data.tokenizer, BEGINNINGS, scale.answer_tokens, temperature=0.5, top_p=0.9,
-                    seed=scale.seed)
-    clock("serving")
-    try:
-        by_llama_cpp = llama_cpp_tokens(folder / f"model-{scale.mixes[0]}.gguf", encoder, prompts, scale.answer_tokens)
-    except NotAvailable:
-        by_llama_cpp = []
-    stop = data.tokenizer.token_to_id(END_OF_TEXT)
+    transcripts, cache_bytes = answer_exam(scale, data, models, folder, clock)
     measured = {
         "tokens of the text": data.packed_bytes // 2,
         "bytes of the packed tokens": (folder / "tokens.bin").stat().st_size,
@@ -629,30 +618,52 @@ def run(scale: Scale, session: Session, source: str = PYTHON_DOCS) -> dict[str, 
         "bytes of its checkpoint": (folder / "tune.checkpoint").stat().st_size,
         **{f"bytes of {mix}": (folder / f"model-{mix}.gguf").stat().st_size for mix in scale.mixes},
         "bytes of NF4": (folder / "model-NF4.safetensors").stat().st_size,
-        "bytes of the KV cache": served["pretrained"].cache_bytes,
+        "bytes of the KV cache": cache_bytes,
     }
     report = {
         "predicted": predicted,
         "measured": measured,
         "losses": {"pretrain": pretraining.losses, "tune": tuning.losses},
-        "windows": {name: found.tolist() for name, found in losses.items()},
-        "bits per byte": {name: bits_per_byte(found, data.held_out, data.tokenizer) for name, found in losses.items()},
-        "exam": {name: found.tolist() for name, found in exam.items()},
-        "ended": {name: sum(r.output[-1] == stop for r in one.requests) for name, one in served.items()},
-        "llama.cpp": [
-            tokens == request.output  # an empty list without llama.cpp
-            for tokens, request in zip(by_llama_cpp, served[scale.mixes[0]].requests, strict=False)
-        ],
-        "continuations": [data.tokenizer.decode(request.prompt + request.output) for request in sampled.requests],
-        "transcript": [
-            {"question": question, "expected": answer,
-             **{name: answer_of(one.requests[i], data.tokenizer) for name, one in served.items()}}
-            for i, (question, answer) in enumerate(asked)
-        ],
-    }  # fmt: skip
+        "windows": {name: values.tolist() for name, values in losses.items()},
+        "bits per byte": {name: bits_per_byte(values, data.held_out, encoder) for name, values in losses.items()},
+        "exam": {name: values.tolist() for name, values in exam.items()},
+        **transcripts,
+    }
     with whole(folder / "report.json") as path:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return {**report, "core seconds": clock.seconds}
+
+
+def answer_exam(
+    scale: Scale, data: Data, models: dict[str, nn.Module], folder: Path, clock: Clock
+) -> tuple[dict[str, Any], int]:
+    """Answer questions of the exam by the pretrained model and by the first GGUF file; return the answers, and the
+    bytes of the KV cache. The clock does not count llama.cpp."""
+    encoder, mix = data.tokenizer, scale.mixes[0]
+    pairs = data.exam[:: max(1, len(data.exam) // scale.answers)][: scale.answers]
+    prompts = [prompt(question) for question, _ in pairs]
+    served = {name: serve(models[name], encoder, prompts, scale.answer_tokens) for name in ("pretrained", mix)}
+    sampled = serve(models["pretrained"], encoder, BEGINNINGS, scale.answer_tokens, temperature=0.5, top_p=0.9,
+                    seed=scale.seed)  # fmt: skip
+    clock("serving")
+    try:
+        by_llama_cpp = llama_cpp_tokens(folder / f"model-{mix}.gguf", encoder, prompts, scale.answer_tokens)
+    except NotAvailable:
+        by_llama_cpp = []
+    stop = encoder.token_to_id(END_OF_TEXT)
+    return {
+        "ended": {name: sum(r.output[-1] == stop for r in answers.requests) for name, answers in served.items()},
+        "llama.cpp": [
+            tokens == request.output  # an empty list without llama.cpp
+            for tokens, request in zip(by_llama_cpp, served[mix].requests, strict=False)
+        ],
+        "continuations": [encoder.decode(request.prompt + request.output) for request in sampled.requests],
+        "transcript": [
+            {"question": question, "expected": answer,
+             **{name: answer_of(answers.requests[i], encoder) for name, answers in served.items()}}
+            for i, (question, answer) in enumerate(pairs)
+        ],
+    }, served["pretrained"].cache_bytes  # fmt: skip
 
 
 class Clock:
@@ -662,8 +673,8 @@ class Clock:
         self.last, self.seconds = time.process_time(), dict[str, float]()
 
     def __call__(self, part: str) -> None:
-        now = time.process_time()
-        self.seconds[part], self.last = round(now - self.last, 1), now
+        time_used = time.process_time()
+        self.seconds[part], self.last = round(time_used - self.last, 1), time_used
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -674,30 +685,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--settings", type=Path, help="ds_config.json of a plan, for --engine deepspeed")
     parser.add_argument("--record", type=Path, metavar="FILE", help="where everything is written, with the times")
     parser.add_argument("--local_rank", "--local-rank", help="from the deepspeed launcher; LOCAL_RANK says it too")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     here = place()
     device = join(here) if here.ranks > 1 else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = json.loads(given.settings.read_text(encoding="utf-8")) if given.settings else {}
-    session = Session(given.out, here, device, given.engine, settings, report_step if here.rank == 0 else no_report)
-    report = run(SCALES[given.scale], session)
+    settings = json.loads(options.settings.read_text(encoding="utf-8")) if options.settings else {}
+    session = Session(options.out, here, device, options.engine, settings, report_step if here.rank == 0 else no_report)
+    report = run(SCALES[options.scale], session)
     if here.ranks > 1:
         dist.destroy_process_group()
-    if report and given.record:
-        given.record.write_text(json.dumps(rounded(report), indent=1) + "\n", encoding="utf-8")
+    if report and options.record:
+        options.record.write_text(json.dumps(rounded(report), indent=1) + "\n", encoding="utf-8")
     if report:
         for name, expected in report["predicted"].items():
-            found = report["measured"].get(name)
-            print(f"{name:34} predicted {expected:14,.2f}" + (f"   measured {found:14,.2f}" if found else ""))
-        for one in report["transcript"]:
-            print(f"\n{one['question']}\n  {list(one.values())[-1]}")
+            measured = report["measured"].get(name)
+            print(f"{name:34} predicted {expected:14,.2f}" + (f"   measured {measured:14,.2f}" if measured else ""))
+        for row in report["transcript"]:
+            print(f"\n{row['question']}\n  {list(row.values())[-1]}")
 
 
 def rounded(value: Any) -> Any:
-    """Return the same with floats of five digits."""
+    """Return the value with all floats rounded to five digits."""
     if isinstance(value, dict):
-        return {name: rounded(one) for name, one in value.items()}
+        return {name: rounded(element) for name, element in value.items()}
     if isinstance(value, list):
-        return [rounded(one) for one in value]
+        return [rounded(element) for element in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

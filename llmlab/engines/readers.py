@@ -121,7 +121,7 @@ def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str,
 
     Raises SpecError as `deepspeed_fields` does, and NotAvailable if text has to be read and PyYAML is missing.
     """
-    config = read_mapping("Accelerate", settings, _yaml)
+    config = read_mapping("Accelerate", settings, read_yaml)
     check_keys("Accelerate", config, ACCELERATE_READ | ACCELERATE_PASSED)
     kind = str(config.get("distributed_type", "NO"))
     kinds = {"NO": None, "MULTI_GPU": None, "DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
@@ -249,6 +249,9 @@ def agreed(said: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> dic
 
 def check_keys(engine: str, config: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(str(key) for key in config if key not in known):
+        if command := next((command for command, keys in RUN_BY.items() if keys <= config.keys()), None):
+            raise SpecError(f"these are settings for `{command}`, which llmlab does not read; let that program read "
+                            f"them: llmlab run --gpu NAME {command} FILE")  # fmt: skip
         whose = next((name for name, keys in OWN_KEYS.items() if keys & set(unknown) and name != engine), None)
         if whose:
             raise SpecError(f"{', '.join(unknown)} in settings of {engine} are settings of {whose}; keep those of one "
@@ -257,6 +260,12 @@ def check_keys(engine: str, config: Mapping[str, Any], known: set[str]) -> None:
                         "how they are spelled")  # fmt: skip
 
 
+# Keys of settings that only the program itself can read: of Axolotl, LLaMA-Factory and torchtune.
+RUN_BY: dict[str, set[str]] = {
+    "axolotl train": {"base_model", "datasets"},
+    "llamafactory-cli train": {"model_name_or_path", "finetuning_type"},
+    "tune run RECIPE --config": {"model", "tokenizer", "checkpointer"},
+}
 OWN_KEYS = {
     "DeepSpeed": {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"},
     "Accelerate": {"distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision"},
@@ -290,7 +299,7 @@ def read_mapping(engine: str, settings: Settings, parse: Any) -> Mapping[str, An
     return config
 
 
-def _yaml(text: str) -> Any:
+def read_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:

@@ -19,12 +19,6 @@ def uncounted(spec: ModelSpec, run: Run) -> Iterator[Note]:
             "tower-time",
             "The time leaves out the vision tower, which also reads the images; `llmlab simulate` counts it.",
         )
-    if run.num_labels and spec.has_formulas and not spec.tied:
-        yield Note(
-            "language-model-head",
-            "The memory includes the weights of the language model's head, which a classifier does not have, so it is "
-            "an upper bound; `llmlab simulate` counts the classifier's own head.",
-        )
     if auto_class(spec.family) == "AutoModelForSpeechSeq2Seq":
         yield Note(
             "sound-time",

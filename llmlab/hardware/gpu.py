@@ -35,6 +35,7 @@ CUDNN_ATTENTION_MAJORS = (9, 10)
 MEMORY_TOLERANCE = 0.05
 # A program sees at least this share of the advertised memory: 0.91 on a T4, 0.92 on an A40, both with ECC.
 LEAST_SHARE = 0.9
+SEVERAL = re.compile(r"(\d+)\s*[x×*]\s*(.+)|(.+?)\s*[x×*]\s*(\d+)", re.IGNORECASE)  # 2xT4, T4 x2
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
 
 PRICES = ("serverless", "rental", "purchase")
@@ -169,12 +170,15 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
             "object"
         )
     matches = _by_name().get(_plain(name))
-    if not matches and (size := SIZE.fullmatch(name.strip())):
+    if not matches and (size := SIZE.fullmatch(name.strip())) and float(size[1]) > 0:
         return _of_memory(size)
     if not matches:
-        if (several := re.fullmatch(r"(\d+)\s*x\s*(.+)", name, re.IGNORECASE)) and _by_name().get(_plain(several[2])):
-            raise SpecError(f"{name!r} means {several[1]} GPUs, but one is expected; give {several[2]!r}, and set the "
-                            f"number of GPUs with dp, tp, pp or cp: for example dp={several[1]}")  # fmt: skip
+        if several := SEVERAL.fullmatch(name.strip()):
+            number, one = several[1] or several[4], several[2] or several[3]
+            if SIZE.fullmatch(one) or _by_name().get(_plain(one)):
+                raise SpecError(f"{name!r} means {number} GPUs, but one is expected; give {one!r}, and set the number "
+                                "of GPUs with dp, tp, pp or cp (for a script with --world-size): for example "
+                                f"dp={number}")  # fmt: skip
         names = [alias for entry in gpus() for alias in (entry.name, *entry.aliases)]
         raise unknown_name("GPU", name, names, "`llmlab gpus` lists all; of another GPU give the memory, such as 24GB.")
     return matches[0]

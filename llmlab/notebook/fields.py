@@ -93,7 +93,7 @@ def model_of(text: str) -> tuple[Any, str]:
     if text.startswith("{"):
         try:
             config = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"the pasted config.json is not JSON: {error}") from None
         return config, CONFIG
     if hub := HUB.match(text):

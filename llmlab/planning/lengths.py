@@ -93,10 +93,10 @@ class Lengths(Tabular):
 
 def read_lengths(path: str | Path) -> list[int]:
     """Return the lengths in a file: one whole number per line, or a JSON list of them."""
-    text = Path(path).read_text("utf-8", errors="replace").strip()
+    text = Path(path).read_text("utf-8-sig", errors="replace").strip()
     try:
         lengths = json.loads(text) if text.startswith("[") else [int(line) for line in text.split()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path} holds no lengths ({error}); give one whole number per line, or a JSON list") from None
     if not lengths or any(isinstance(length, bool) or not isinstance(length, int) or length < 1 for length in lengths):
         raise SpecError(f"{path} must hold whole numbers of tokens from 1 on, one per line or as a JSON list")

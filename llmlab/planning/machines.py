@@ -47,7 +47,7 @@ def machines(text: str) -> Machines:
     nodes, more than 8 GPUs are divided into nodes of 8. Raises SpecError for any other text."""
     if not isinstance(text, str):
         raise SpecError(f"gpus={text!r} is a {type(text).__name__}; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
-    counts = re.match(r"(?:(\d+)x)?(?:(\d+)x)?(?=[A-Za-z])", text)
+    counts = re.match(r"\s*(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?(?=\S)", text, re.IGNORECASE)
     if not counts:
         raise SpecError(f"gpus={text!r} names no GPUs; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
     numbers = [int(number) for number in counts.groups() if number]

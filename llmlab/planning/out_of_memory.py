@@ -3,6 +3,8 @@
 It reads the message of `torch.OutOfMemoryError` (c10/cuda/CUDACachingAllocator.cpp, 2.1 and newer), of earlier
 releases, and of backend:cudaMallocAsync (CUDAMallocAsyncAllocator.cpp); the messages for ROCm and XPU differ by a word.
 MPS has its own message (aten/src/ATen/mps/MPSAllocator.mm), whose GB are GiB. The driver's error has no numbers.
+
+Messages are read without their white space, which is lost or added when they are copied by hand.
 """
 
 from __future__ import annotations
@@ -15,25 +17,30 @@ from ..base.tables import Table, Tabular
 from ..base.units import GiB, KiB, MiB, show_bytes
 
 UNITS = {"bytes": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "KB": KiB, "MB": MiB, "GB": GiB}
-SIZE = r"([\d.]+) ?(bytes|[KMG]i?B)"
+SIZE = r"(\d+(?:\.\d+)?)(bytes|[KMG]i?B)"
 # How the messages name each number: since torch 2.1, before, for cudaMallocAsync, and for MPS.
 NUMBERS = {
-    "requested": (rf"[Tt]ried to allocate {SIZE}", rf"Requested : {SIZE}"),
-    "capacity": (rf"total capaci?ty of {SIZE}", rf"{SIZE} total capacity", rf"Device limit : {SIZE}",
-                 rf"max allowed: {SIZE}"),  # 2.1: "capacty"
-    "free": (rf"of which {SIZE} is free", rf"{SIZE} free", rf"Free \(according to CUDA\) ?: {SIZE}"),
-    "allowed": (rf"{SIZE} allowed",),
-    "process": (rf"this process has {SIZE} memory in use",),
-    "allocated": (rf"{SIZE} is allocated by PyTorch", rf"{SIZE} already allocated", rf"Currently allocated : {SIZE}",
-                  rf"MPS allocated: {SIZE}"),
-    "elsewhere": (rf"other allocations: {SIZE}",),
-    "private": (rf"{SIZE} allocated in private pools",),
-    "unallocated": (rf"{SIZE} is reserved by PyTorch but unallocated", rf"{SIZE} cached"),  # "cached": up to torch 1.3
-    "reserved": (rf"{SIZE} reserved in total by PyTorch",),
+    "requested": (rf"[Tt]riedtoallocate{SIZE}", rf"Requested:{SIZE}"),
+    "capacity": (rf"totalcapaci?tyof{SIZE}", rf"{SIZE}totalcapacity", rf"Devicelimit:{SIZE}",
+                 rf"maxallowed:{SIZE}"),  # 2.1: "capacty"
+    "free": (rf"ofwhich{SIZE}isfree", rf"{SIZE}free", rf"Free\(accordingtoCUDA\):{SIZE}"),
+    "allowed": (rf"{SIZE}allowed",),
+    "process": (rf"thisprocesshas{SIZE}memoryinuse",),
+    "allocated": (rf"{SIZE}isallocatedbyPyTorch", rf"{SIZE}alreadyallocated", rf"Currentlyallocated:{SIZE}",
+                  rf"MPSallocated:{SIZE}"),
+    "elsewhere": (rf"otherallocations:{SIZE}",),
+    "private": (rf"{SIZE}allocatedinprivatepools",),
+    "unallocated": (rf"{SIZE}isreservedbyPyTorchbutunallocated", rf"{SIZE}cached"),  # "cached": up to torch 1.3
+    "reserved": (rf"{SIZE}reservedintotalbyPyTorch",),
 }
-STARTS = r"[Tt]ried to allocate|would exceed allowed memory"
+STARTS = r"[Tt]riedtoallocate|wouldexceedallowedmemory"
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"  # read by all releases; PYTORCH_ALLOC_CONF has no effect up to 2.9.1
-DRIVER = r"(CUDA|HIP) (error: out of memory|driver error: out of memory)|(CUDA|HIP)_ERROR_OUT_OF_MEMORY"
+# Of the drivers, and of libraries that allocate without PyTorch.
+DRIVER = (
+    r"(CUDA|HIP|XPU)(driver)?error:outofmemory|_ERROR_OUT_OF_(DEVICE_|HOST_)?MEMORY|TritonError\[\w+\]:outofmemory|"
+    r"_STATUS_ALLOC_FAILED|failure2?'outofmemory'|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+)
+HOST = "DefaultCPUAllocator"
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,6 +114,12 @@ class OutOfMemory(Tabular):
         if self.requested > self.unallocated:
             together = show_bytes(self.unallocated + self.room)
             holes += f", and {show_bytes(self.room)} of the GPU was free. Together this is {together}"
+        if self.requested <= self.room and self.free_at_most:
+            return (
+                f"PyTorch itself left {show_bytes(self.room)}, which is enough, so at least "
+                f"{show_bytes(self.room - self.requested)} were in use outside PyTorch: the GPU's context, libraries, "
+                "other processes or the display."
+            )
         if self.requested <= self.room:
             return "The driver reported enough free memory, so another process or a driver limit caused the error."
         if self.requested <= self.free and self.short:
@@ -159,7 +172,7 @@ def explained(message: str) -> OutOfMemory | DriverError:
     driver's error. Raises SpecError for any other text."""
     sizes: dict[str, int] = {}
     guessed = False
-    message = " ".join(message.split())  # undoes a terminal's line wraps
+    message = "".join(message.split())
     if len(starts := [match.start() for match in re.finditer(STARTS, message)]) > 1:
         message = message[: starts[1]]
     for name, patterns in NUMBERS.items():
@@ -170,7 +183,7 @@ def explained(message: str) -> OutOfMemory | DriverError:
     if "reserved" in sizes and "allocated" in sizes:
         sizes.setdefault("unallocated", sizes["reserved"] - sizes["allocated"])
     sizes.pop("reserved", None)
-    if "would exceed allowed memory" in message:  # cudaMallocAsync: the driver caches
+    if "wouldexceedallowedmemory" in message:  # cudaMallocAsync: the driver caches
         sizes.setdefault("unallocated", 0)
     if "free" not in sizes and {"capacity", "allocated"} <= sizes.keys():  # XPU, MPS
         used = sizes["allocated"] + sizes.setdefault("unallocated", 0) + sizes.pop("elsewhere", 0)
@@ -178,10 +191,15 @@ def explained(message: str) -> OutOfMemory | DriverError:
         guessed = True
     if not sizes and re.search(DRIVER, message):
         return DriverError()
+    if HOST in message:
+        raise SpecError(f"{HOST} is PyTorch's allocator of host memory, so the machine's RAM was full, not a GPU. Load "
+                        "weights in shards or in 16 bits, use fewer DataLoader workers, or offload less to the host")
     if missing := [name for name in ("requested", "capacity", "free", "allocated", "unallocated") if name not in sizes]:
         raise SpecError(
             f"this is not a message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give a MODEL, or on "
             "stdin the whole message, which starts with 'CUDA out of memory. Tried to allocate'"
         )
+    if sizes.get("process", 0) > sizes["capacity"]:  # torch writes 17179869184.00 GiB if it could not ask the driver
+        del sizes["process"]
     setting = re.search(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF", message)
     return OutOfMemory(**sizes, free_at_most=guessed, variable=setting[0] if setting else VARIABLE)

@@ -14,7 +14,7 @@ drawing, raise it in `finished`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -22,9 +22,10 @@ from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from ..base.errors import SpecError
-from .canvas import INK, MUTED, PANEL, PHONE, SMALL, WHITE, Picture, cell, ink_on, styled
+from .canvas import INK, MUTED, PALETTE, PANEL, PHONE, SMALL, WHITE, Picture, cell, ink_on, styled
 
 PIXELS = 100  # per inch
+OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # the colours of four ranks or experts, and of their shares
 Point = tuple[float, float]
 
 
@@ -85,6 +86,15 @@ def grid(ax: Axes, x: float, y: float, rows: Sequence[Sequence[tuple[str, str]]]
     for row, boxes in enumerate(rows):
         for column, (words, color) in enumerate(boxes):
             box(ax, x + column * width, y + row * height, width, height, words, color)
+
+
+def keys(ax: Axes, colors: Mapping[str, str], xs: Sequence[float], y: float, side: float = 12,
+         line: float = 18) -> None:  # fmt: skip
+    """Draw a legend: a square of `side` pixels and its name for each of `colors`, at the places `xs` of a line."""
+    for number, (name, color) in enumerate(colors.items()):
+        row, column = divmod(number, len(xs))
+        box(ax, xs[column], y + line * row, side, side, color=color)
+        label(ax, xs[column] + side + 6, y + line * row + side / 2, name)
 
 
 def rank(ax: Axes, x: float, y: float, width: float, height: float, name: str) -> None:

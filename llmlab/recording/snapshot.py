@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any, NamedTuple
 
 from ..base.errors import SpecError
@@ -363,6 +364,7 @@ def read_snapshot(path: str | Path) -> Snapshot:
         )
         for segment in snapshot.segments:
             _check_segment(segment)
+        _ = snapshot.history  # reads every stack
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise SpecError(f"{path} is a pickle, but no memory snapshot of torch's ({what}); {HOW}") from None
@@ -383,7 +385,7 @@ def _check_segment(segment: Mapping[str, Any]) -> None:
     for block in segment["blocks"]:
         _size(block["size"])
         if block["state"] not in STATES:
-            raise ValueError(f"a block in the state {block['state']!r}")
+            raise ValueError(f"a block in the state {shortened(block['state'])}")
 
 
 def _checked(entry: Mapping[str, Any]) -> bool:
@@ -393,8 +395,8 @@ def _checked(entry: Mapping[str, Any]) -> bool:
 
 
 def _size(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"a size of {value!r}")
+    if not isinstance(value, int) or not 0 <= value < 2**64:  # addresses have 64 bits
+        raise ValueError(f"a size of {shortened(value)}")
     return value
 
 
@@ -415,8 +417,8 @@ def rounded(size: int) -> int:
 def _frame(frame: Mapping[str, Any]) -> Frame:
     file, name, line = frame.get("filename"), frame.get("name"), frame.get("line")
     if not (isinstance(file, str) and isinstance(name, str) and isinstance(line, int)):
-        raise SpecError(f"a stack of this snapshot has {dict(frame)} in place of a file, a line and a function; {HOW}")
-    file = file.replace("\\", "/")
+        raise ValueError(f"a stack has {shortened(frame)} in place of a file, a line and a function")
+    file, name = ("".join(filter(str.isprintable, text)) for text in (file.replace("\\", "/"), name))
     if line == 0 and not re.search(r"[/?():]", file):  # a module's path; C++ has files or "??"
         return Frame(None, "", False, collapsed(file))
     shown = ""

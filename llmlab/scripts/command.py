@@ -28,6 +28,7 @@ import torch
 from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
 from ..base.notes import Note
+from ..engines.readers import read_mapping, read_yaml
 from ..hardware.links import GPUS_PER_NODE
 from .missing import UNSLOTH
 
@@ -88,8 +89,8 @@ def command(words: Sequence[str]) -> Command:
         return replace(after, environment={assigned[1]: assigned[2], **after.environment})
     if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
         words = words[1:]
-        while words and words[0] in ("-u", "-O", "-B"):
-            words = words[1:]
+        while words and (option := re.fullmatch(r"-(?:[bBdEiIOPqsSuvx]+|([WX])(.*))", words[0])):
+            words = words[2 if option[1] and not option[2] else 1 :]
         return command(words)
     if name == "torchrun":
         return _torchrun("torch.distributed.run", words[1:])
@@ -167,11 +168,19 @@ def torchrun(args: Namespace) -> Command:
     """Return the script that torchrun starts with these parsed options."""
     if not getattr(args, "use_env", True):  # torch.distributed.launch
         args.training_script_args = ["--local-rank=0", *args.training_script_args]
-    per_node = int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else None  # "gpu", "auto"
-    nodes = int(str(args.nnodes).split(":")[-1])
+    per_node = None if args.nproc_per_node in ("auto", "gpu", "cpu", "xpu") else _count("nproc_per_node", args)
+    nodes = _count("nnodes", args)
     started = _launched("torchrun", args, nodes, per_node, _alone() if nodes == per_node == 1 else {})
     assumed = () if per_node else _assumed("torchrun", "--nproc_per_node", GPUS_PER_NODE)
     return replace(started, notes=(*assumed, *_other_rank("--node_rank", args.node_rank)))
+
+
+def _count(option: str, args: Namespace) -> int:
+    """Return the number that torchrun's `option` gives; of a range such as 1:4, the most."""
+    given = str(getattr(args, option))
+    if not (last := given.split(":")[-1]).isdigit() or int(last) == 0:
+        raise SpecError(f"torchrun --{option} {given} is no number of at least 1; give one")
+    return int(last)
 
 
 def _torchrun(module: str, words: Sequence[str]) -> Command:
@@ -204,9 +213,12 @@ def accelerate(args: Namespace, line: str) -> Command:
     """Return the script that accelerate would start. Accelerate itself reads its options `args` and files, and chooses
     a launcher."""
     check("accelerate.commands.launch")
+    if args.config_file is not None:
+        read_mapping("Accelerate", Path(args.config_file), read_yaml)  # accelerate fails obscurely without settings
     launch, environments = import_module("accelerate.commands.launch"), import_module("accelerate.utils.launch")
-    other_rank = _other_rank("--machine_rank", args.machine_rank)
-    args.machine_rank = 0
+    has_file = args.config_file is not None or os.path.isfile(launch.default_config_file)
+    if args.machine_rank is None and not has_file:
+        args.machine_rank = 0
     processes = args.num_processes
     commands: list[Command] = []
     gpus = mock.patch.multiple(  # this machine may have no GPU
@@ -221,8 +233,8 @@ def accelerate(args: Namespace, line: str) -> Command:
             raise
         except Exception as error:  # of many kinds, for options that contradict each other
             raise SpecError(f"{line}: {error}") from error
-    has_file = args.config_file is not None or os.path.isfile(launch.default_config_file)
-    assumed = () if processes or has_file else _assumed("accelerate launch", "--num_processes", 1)
+    assumed = () if processes or has_file or args.cpu else _assumed("accelerate launch", "--num_processes", 1)
+    other_rank = _other_rank("--machine_rank", args.machine_rank)  # also from the file
     return replace(commands[0], notes=(*assumed, *other_rank, *commands[0].notes))
 
 

@@ -49,7 +49,7 @@ def read_configs(texts: tuple[str, ...]) -> dict[str, dict[str, Any]]:
             raise SpecError(f"--config {text}; give NAME=config.json, where NAME is what the script loads")
         try:
             config = json.loads(Path(path).read_text("utf-8"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"{path} is not JSON: {error}") from None
         if not isinstance(config, dict) or "model_type" not in config:
             raise SpecError(f"{path} has no model_type; give the config.json of a transformers model")
@@ -134,7 +134,7 @@ def _created_weights(cache: Path) -> Iterator[None]:
         folder = _snapshot(cache, str(name), kwargs.get("subfolder") or "")
         if folder is not None and folder not in created and not _has_weights(folder):
             created.add(folder)
-            _check_dtype(str(name), folder, kwargs)
+            _check_weights(str(name), folder, kwargs)
             _save(cls, folder, kwargs.get("config"))
         return real(cls, name, *args, **kwargs)
 
@@ -142,14 +142,25 @@ def _created_weights(cache: Path) -> Iterator[None]:
         yield
 
 
-def _check_dtype(name: str, folder: Path, asked: Mapping[str, Any]) -> None:
-    """Warn that weights are loaded in float32 because neither the script nor the config names a dtype. The config of a
-    preset never does, and most models of the Hub are in bfloat16."""
+def _check_weights(name: str, folder: Path, asked: Mapping[str, Any]) -> None:
+    """Warn if the weights of the Hub may be loaded in another form than those that are simulated.
+
+    Weights are loaded in float32 if neither the script nor the config names a dtype. The config of a preset never does,
+    and most models of the Hub are in bfloat16. It never names MXFP4 either, in which gpt-oss is published.
+    """
     from transformers import __version__
 
     usual = "auto" if int(__version__.partition(".")[0]) >= 5 else "float32"  # of from_pretrained
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    if (asked.get("dtype") or asked.get("torch_dtype") or usual) != "auto" or "quantization_config" in config:
+    plain = "quantization_config" not in config
+    if config.get("model_type") == "gpt_oss" and plain and not asked.get("quantization_config"):
+        warnings.warn(
+            f"{name}: gpt-oss is published in MXFP4, which transformers keeps if the kernels package is installed, and "
+            "which cannot be trained. The simulated weights are dequantized; for these, give "
+            "quantization_config=Mxfp4Config(dequantize=True) in the script",
+            LabWarning, stacklevel=2,
+        )  # fmt: skip
+    if (asked.get("dtype") or asked.get("torch_dtype") or usual) != "auto" or not plain:
         return
     if config.get("model_type") not in IN_FLOAT32 and not (config.get("dtype") or config.get("torch_dtype")):
         warnings.warn(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed.launcher.api
 import torch.distributed.run
 
 from ..base.errors import NotAvailable
@@ -54,6 +55,7 @@ class Launches:
             for name in EXECS:
                 patch(os, name, self._exec(getattr(os, name)))
             patch(torch.distributed.run, "run", lambda args: self._go_on(torchrun(args), None))
+            patch(torch.distributed.launcher.api, "launch_agent", self._agent)
             blocked: dict[str, Any] = vars(sys)["modules"]
             stack.callback(blocked.pop, "unsloth", None)
             blocked["unsloth"] = None  # importing it raises ImportError: see missing.py
@@ -127,6 +129,17 @@ class Launches:
         self.notes += started.notes
         self.execute(started)
         raise SystemExit(0)
+
+    def _agent(
+        self, config: Any, entrypoint: Callable[..., Any] | str | None, args: Sequence[Any], **_: Any
+    ) -> dict[int, Any]:
+        """Run what torch's elastic_launch starts, as accelerate's notebook_launcher does: a function, or a command."""
+        if callable(entrypoint):
+            self._become(config.max_nodes * config.nproc_per_node, config.nproc_per_node)
+            return {0: entrypoint(*args)}
+        started = command([os.fsdecode(word) for word in (entrypoint, *args) if word is not None])
+        self._go_on(replace(started, nodes=config.max_nodes, gpus_per_node=config.nproc_per_node), None)
+        return {}
 
     def _become(self, ranks: int, per_node: int) -> None:
         if ranks == 1 and self.watch.where.world_size is None:

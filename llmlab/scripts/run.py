@@ -108,6 +108,8 @@ def _verdict(script: Command, error: BaseException, refused: str | None) -> NotA
     caught = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(caught, Exception) and not isinstance(caught, ArgumentError):  # argparse has printed its message
         if (refusal := _refusal(caught)) is None and refused:
+            if refused in str(caught):  # it raised the error again, as a future's result() does
+                return NotAvailable(f"{refused}{script_line(caught)}")
             last = f"{type(caught).__name__}: {' '.join(str(caught).split())}"
             went_on = "The script went on after this, and failed with"
             return NotAvailable(f"{refused}. {went_on} {last}{script_line(caught)}")

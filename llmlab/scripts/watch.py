@@ -142,7 +142,14 @@ class Watch:
 
             return init
 
+        shown = threading.excepthook
+
+        def excepthook(args: threading.ExceptHookArgs) -> None:
+            if not isinstance(args.exc_value, NotAvailable | SpecError):  # the report has their words
+                shown(args)
+
         with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(threading, "excepthook", excepthook))
             for kind in (NotAvailable, SpecError):
                 stack.enter_context(mock.patch.object(kind, "__init__", noting(kind.__init__)))
             yield

@@ -19,7 +19,7 @@ from .llamacpp import Buffers, buffers, slot_tokens
 from .load import Latency, goodput, prompt_seconds, simulate, summary
 from .memory import Memory, divided_memory
 from .replay import Served
-from .service import Service
+from .service import WEIGHTS, Service
 from .step import Step, step_seconds
 
 # Of 80 % of the deployments in benchmarks/results/serving.md, the measured value is between these factors of the
@@ -210,6 +210,9 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
             words = f"layers on the CPU read its memory at {service.cpu_memory_gb_s:g} GB/s (--cpu-memory-gb-s)"
             notes.append(Note("layers-on-the-cpu", words))
         return notes
+    if service.weights == "bf16" and spec.checkpoint in WEIGHTS:
+        words = f"{spec.name} is published in {spec.checkpoint}, and this is the service with weights in bf16"
+        notes.append(Note("checkpoint", f'{words}; give weights="{spec.checkpoint}" to serve it as it is'))
     if not engine_kernels(gpu).measured:
         words = f"no kernels of {gpu.name} were measured: times are those of its data sheet"
         notes.append(Note("kernels-not-measured", f"{words}, at 80 % of its bandwidth and 60 % of its peak"))
@@ -224,10 +227,11 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
 def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
     """Return the smallest change with which a request fits: more GPUs, then smaller weights."""
     tries: list[tuple[dict[str, Any], str]]
+    published = [({"weights": spec.checkpoint}, f'weights="{spec.checkpoint}"')] if spec.checkpoint in WEIGHTS else []
     if service.engine == "llama.cpp":
         most = buffers(spec, replace(service, n_gpu_layers=None), gpu)
         return f"n_gpu_layers={most.offloaded}" if most.requests else None
-    tries = [({"tp": count}, f"tp={count}") for count in (2, 4, 8) if count > service.tp]
+    tries = published + [({"tp": count}, f"tp={count}") for count in (2, 4, 8) if count > service.tp]
     small = [kind for kind, units in (("fp8", "fp8"), ("nvfp4", "fp4"), ("awq", "bf16")) if gpu.peak(units)]
     tries += [({"weights": kind}, f'weights="{kind}"') for kind in small if kind != service.weights]
     tries += [({"weights": kind, "tp": 8}, f'weights="{kind}" and tp=8') for kind in small if kind != service.weights]

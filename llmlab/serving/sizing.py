@@ -142,11 +142,13 @@ def _replayed(
     """Return `least` copies, or as many more as the replay of a copy's share of the rate needs to stay within the
     level; None where twice as many do not."""
     most = point.users if point.service.engine == "llama.cpp" else point.service.max_num_seqs  # its slots
-    for copies in range(least, 2 * least + 1):
+    copies = least
+    while copies <= 2 * least:
         one = replace(point.service, concurrency=None, rate=rate / copies, max_num_seqs=most)
         times = latency(spec, one, gpu, divided_memory(spec, one, gpu))
         if times.ttft <= ttft and times.tpot <= tpot:
             return Deployment(point, copies, rate, times)
+        copies += ceil(least / 10)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -19,9 +20,9 @@ from ..formulas.report import PAGED_STATES
 from ..formulas.time.operators import logits_of
 from ..formulas.time.step import mfu, tokens_of
 from ..formulas.time.timing import timing
+from ..hardware import this_machine
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
-from ..hardware.this_machine import environment
 from ..recording.events import exclusive
 from ..recording.parts import divide, logits_sizes
 from ..report import Report
@@ -274,7 +275,7 @@ def _steps(
 def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> Report:
     sizes = logits_sizes(spec, run)
     division = divide(recording.engine.events, recording.marks, blocks_of(sizes) if card else sizes)
-    facts = {name: version for name, version in environment().items() if name in ("torch", "transformers", "python")}
+    libraries = {name: version for name in ("torch", "transformers") if (version := this_machine.installed(name))}
     phases = dict(division.phases)
     if card and recording.loaded is not None:
         phases["load"] = recording.loaded
@@ -286,7 +287,7 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecord
         run=run,
         gpu=card.name if card else None,
         capacity=card.memory if card else None,
-        environment=facts,
+        environment={"python": platform.python_version(), **libraries},
         outcome="fits" if card else "unknown",
         peak_allocated=division.peak,
         peak_reserved=reserved,

@@ -69,14 +69,17 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
         at = points(run.micro_batch, run.seq_len, fixed, longest, images.needed if images else 1)
         if at is None:
             continue
-        gc.freeze()  # each simulation collects garbage, and no object from before it is garbage
+        frozen = gc.get_freeze_count()
+        if not frozen:
+            gc.freeze()  # each simulation collects garbage, and no object from before it is garbage
         try:
             return _derived(spec, run, card, at, fixed)
         except Untraceable:
             if fixed == 2:
                 raise
         finally:
-            gc.unfreeze()
+            if not frozen:
+                gc.unfreeze()
     raise AssertionError("the step's own sizes are a point")
 
 

@@ -230,15 +230,17 @@ def _from_config(config: Mapping[str, Any], claimed: str, where: str) -> ModelSp
         raise SpecError(f"{where}: model_type={family!r} brings its own code (auto_map), which llmlab never runs; give "
                         "a config of a family that transformers has")  # fmt: skip
     shape = {key: value for key, value in config.items() if key not in NOT_SHAPE}
+    quantization = config.get("quantization_config")
+    checkpoint = str(quantization.get("quant_method") or "") if isinstance(quantization, Mapping) else ""
     try:
         text = json.dumps(shape)
     except (TypeError, ValueError) as error:
         raise SpecError(f"{where}: {error}; a config holds only what JSON can") from None
     # A changed config must not get the name of the preset that it came from, because records are looked up by name.
     preset = _names().get(claimed.lower())
-    spec = ModelSpec(preset or claimed or f"custom-{config.get('model_type')}", text, where)
+    spec = ModelSpec(preset or claimed or f"custom-{config.get('model_type')}", text, where, checkpoint)
     if preset and spec != _preset(preset):
-        return ModelSpec(f"{claimed} (changed)", text, where)
+        return ModelSpec(f"{claimed} (changed)", text, where, checkpoint)
     return spec
 
 
@@ -256,7 +258,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 @cache
 def _preset(name: str) -> ModelSpec:
     entry = _presets()[name]
-    return ModelSpec(name, json.dumps(entry["config"]), entry["source"])
+    return ModelSpec(name, json.dumps(entry["config"]), entry["source"], entry.get("checkpoint", ""))
 
 
 @cache

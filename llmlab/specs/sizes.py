@@ -21,6 +21,7 @@ class Sizes:
     name: str
     config_json: str = field(repr=False, compare=False)  # as text: transformers writes into nested dicts it is given
     source: str = field(default="", repr=False, compare=False)
+    checkpoint: str = field(default="", repr=False, compare=False)  # how its linear layers are published, if quantized
     family: str = field(init=False)
     hidden: int = field(init=False)
     layers: int = field(init=False)

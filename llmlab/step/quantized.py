@@ -48,9 +48,9 @@ def quantize_linears(
     """Return `model`, given on the meta device, with random weights on `device`, bitsandbytes' form in its linears.
 
     As `from_pretrained` with a BitsAndBytesConfig does it, and in its order, on which a GPU's reserved bytes depend:
-    every linear but the output head; "nf4" with its scales quantized too if `double_quant` (Dettmers et al., arXiv
-    2305.14314), products in `compute`; "int8" with outliers above 6 kept apart (arXiv 2208.07339). What no checkpoint
-    holds stays on meta.
+    every linear but the output head, a classifier's too; "nf4" with its scales quantized too if `double_quant`
+    (Dettmers et al., arXiv 2305.14314), products in `compute`; "int8" with outliers above 6 kept apart (arXiv
+    2208.07339). What no checkpoint holds stays on meta.
     `load_order` says when a tensor is read and when it is taken into the model, as `one_at_a_time` does.
     Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
     """
@@ -61,11 +61,13 @@ def quantize_linears(
 
     output = model.get_output_embeddings()
     head = [name for name, module in model.named_modules() if module is output]
+    last = [name.removesuffix(".weight") for name, _ in model.named_parameters()][-1:]  # a classifier's head
     wanted = BitsAndBytesConfig(
         load_in_4bit=quantization == "nf4", load_in_8bit=quantization == "int8",
         bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, bnb_4bit_use_double_quant=double_quant,
     )  # fmt: skip
-    model = integration.replace_with_bnb_linear(model, modules_to_not_convert=head, quantization_config=wanted)
+    skipped = [*head, *last]
+    model = integration.replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=wanted)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
     odd = [linear.in_features for linear in linears.values() if linear.in_features % NF4_BLOCK]

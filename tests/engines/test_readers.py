@@ -293,3 +293,12 @@ def test_torchtitans_schedule_is_read_and_written_by_torchs_name(name, order):
     with pytest.raises(SpecError, match="pipeline_parallel_schedule='ZBVZeroBubble' is not supported"):
         lab.Training.from_torchtitan({"parallelism": {**config["parallelism"],
                                                   "pipeline_parallel_schedule": "ZBVZeroBubble"}}, dp=2)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "command"), [
+    ("base_model: gpt2\ndatasets:\n- path: x\nmicro_batch_size: 2", "axolotl train"),
+    ("model_name_or_path: gpt2\nfinetuning_type: lora\nper_device_train_batch_size: 1", "llamafactory-cli train"),
+])  # fmt: skip
+def test_settings_that_only_their_program_reads_name_it(text, command):
+    with pytest.raises(SpecError, match=f"llmlab run --gpu NAME {command} FILE"):
+        lab.Training.from_accelerate(text)

@@ -9,7 +9,7 @@ from llmlab.formulas.memory.activations import mlp_saved
 from llmlab.formulas.memory.share import share_of
 
 MODEL = {
-    "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+    "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 WIDE = {**MODEL, "vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
@@ -34,7 +34,7 @@ def test_adapters_keep_their_inputs_and_results_in_the_dtype_that_computes_them(
 )
 @pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
 def test_of_the_first_block_nothing_is_kept_before_its_first_adapter(targets, precision):
-    """Its input has no gradient. Of four blocks that is up to a quarter of what they keep."""
+    """Its input has no gradient. Of three blocks that is up to a third of what they keep."""
     run = lab.Training(micro_batch=2, seq_len=2048, precision=precision, lora=lab.LoRA(rank=8, targets=targets))
     estimate, simulation = lab.estimate(WIDE, run, "A100-80GB"), lab.simulate(WIDE, run, "A100-80GB")
     assert estimate.phases["backward"] == pytest.approx(simulation.phases["backward"], rel=0.02)
@@ -62,7 +62,7 @@ def test_down_projs_adapter_holds_its_input_cast_beside_what_dropout_returned(pr
 @pytest.mark.parametrize("quantization", ["int8", None])
 def test_gpt2s_gelu_is_written_out_in_fp32_under_autocast_forward_and_backward(quantization):
     """transformers' NewGELUActivation: with few words its backward is the peak."""
-    gpt2 = {"model_type": "gpt2", "n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 512, "n_positions": 2048}
+    gpt2 = {"model_type": "gpt2", "n_embd": 512, "n_layer": 2, "n_head": 8, "vocab_size": 512, "n_positions": 2048}
     lora = lab.LoRA(rank=8, targets=("c_fc",))
     run = lab.Training(2, 2048, "autocast-bf16", lora=lora, quantization=quantization)
     estimate, simulation = lab.estimate(gpt2, run, "A100-80GB"), lab.simulate(gpt2, run, "A100-80GB")
@@ -123,7 +123,7 @@ def test_half_adapters_leave_all_beside_quantized_weights_half(checkpointing):
     half = lab.LoRA(rank=8, autocast_adapter_dtype=False)
     run = lab.Training(16, 256, "fp16", attention="eager", quantization="nf4", lora=half, checkpointing=checkpointing)
     model = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
-             "intermediate_size": 1408, "vocab_size": 2048, "num_hidden_layers": 6,
+             "intermediate_size": 1408, "vocab_size": 2048, "num_hidden_layers": 3,
              "max_position_embeddings": 256}  # fmt: skip
     estimated, simulated = (verb(model, run, "A100-80GB").peak_allocated for verb in (lab.estimate, lab.simulate))
     assert estimated == pytest.approx(simulated, rel=0.02)

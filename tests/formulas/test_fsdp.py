@@ -12,12 +12,12 @@ from llmlab.formulas.memory.moments import training_moments
 from llmlab.formulas.memory.states import states, unsplit
 
 LLAMA = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "num_hidden_layers": 4, "intermediate_size": 1408, "vocab_size": 16000,
+         "num_hidden_layers": 3, "intermediate_size": 1408, "vocab_size": 16000,
          "max_position_embeddings": 1024}  # fmt: skip
 TIED = {**LLAMA, "tie_word_embeddings": True}
-GPT = {"model_type": "gpt2", "n_embd": 512, "n_head": 8, "n_layer": 4, "n_positions": 1024, "vocab_size": 16000}
+GPT = {"model_type": "gpt2", "n_embd": 512, "n_head": 8, "n_layer": 3, "n_positions": 1024, "vocab_size": 16000}
 SEQUENCE = {"tp": 4, "sequence_parallel": True, "seq_len": 1024}
-MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 # What Accelerate's and the Trainer's own default is: FSDP2 reduces gradients after the last micro-batch.
 WAITS = {"zero": 3, "accumulation": 2, "sync_each_batch": False}
 ADAPTERS = lab.LoRA(rank=64, targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))

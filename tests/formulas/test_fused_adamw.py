@@ -11,14 +11,15 @@ from llmlab.formulas.time.step import update_seconds
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
          "num_hidden_layers": 3, "intermediate_size": 688, "vocab_size": 4096,
          "max_position_embeddings": 256}  # fmt: skip
+GPT2 = {**lab.model("gpt2").config, "n_layer": 3}
 LORA = lab.LoRA(256, ("q_proj", "v_proj", "up_proj", "down_proj"))
 FUSED = {
-    "fp32": ("gpt2", lab.Training(seq_len=16)),
+    "fp32": (GPT2, lab.Training(seq_len=16)),
     "bf16": (LLAMA, lab.Training(seq_len=128, precision="bf16")),
     "accumulated": (LLAMA, lab.Training(seq_len=64, precision="autocast-bf16", accumulation=2)),
     "scaled": (LLAMA, lab.Training(seq_len=64, precision="autocast-fp16", checkpointing="full")),
     "adapters": (LLAMA, lab.Training(seq_len=16, precision="bf16", lora=LORA)),
-    "zero 1": ("gpt2", lab.Training(seq_len=16, dp=2, zero=1)),
+    "zero 1": (GPT2, lab.Training(seq_len=16, dp=2, zero=1)),
     "zero 2": (LLAMA, lab.Training(seq_len=16, precision="bf16", dp=2, zero=2)),
     "zero 3, mixed": (LLAMA, lab.Training(seq_len=16, precision="mixed-bf16", dp=2, zero=3)),
     "tensor-parallel": (LLAMA, lab.Training(seq_len=16, precision="bf16", tp=2)),

@@ -70,22 +70,22 @@ def test_a_named_loss_keeps_the_inputs_of_int8_linears_when_backward_is_over():
 def test_the_micro_batch_before_keeps_int8_inputs_until_there_is_the_next_loss(quantization, checkpointing, targets):
     """And the last one until the step is over."""
     lora = lab.LoRA(rank=8, targets=targets)
-    deep = LLAMA | {"num_hidden_layers": 6, "vocab_size": 2048}
+    few = LLAMA | {"vocab_size": 2048}
     given = {"lora": lora, "quantization": quantization, "checkpointing": checkpointing}
     one, two = (lab.Training(8, T, "bf16", accumulation=count, **given) for count in (1, 2))
     more, update = [], []
     for verb in (lab.estimate, lab.simulate):
-        alone, both = (verb(deep, run, "A100-40GB").phases for run in (one, two))
+        alone, both = (verb(few, run, "A100-40GB").phases for run in (one, two))
         more.append(both["forward"] - alone["forward"])
         update.append(both["optimizer"])
     assert more[0] == pytest.approx(more[1], rel=0.02, abs=2**20)
     assert update[0] == pytest.approx(update[1], rel=0.02, abs=2**20)
-    layers, h, Q, i = 6, 256, 256, 1024
+    layers, h, Q, i = 3, 256, 256, 1024
     inputs = 8 * T * 4 * (layers * (2 * h + Q + i))
     if not checkpointing:  # the first layer's have no gradient up to its first adapter
         inputs -= 8 * T * 4 * (h if "q_proj" in targets else 2 * h + Q)
     leaf = 2 * 8 * T * 4 * h if checkpointing else 0
-    gradients = lab.estimate(deep, two, "A100-40GB").parts["gradients"]
+    gradients = lab.estimate(few, two, "A100-40GB").parts["gradients"]
     assert more[0] == (inputs if quantization == "int8" else 0) + leaf + gradients
 
 
@@ -117,7 +117,7 @@ def test_autocast_copies_frozen_weights_for_as_long_as_autograd_keeps_them(quant
     """aten/src/ATen/autocast_mode.cpp, cached_cast, keeps copies of leaves that require gradients alone; a quantized
     linear dequantizes instead, and returns its input's fp32 (bitsandbytes, nn/modules.py, Linear4bit.forward)."""
     adapters = lab.LoRA(rank=8, targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
-    deep = LLAMA | {"num_hidden_layers": 6, "hidden_size": 512, "vocab_size": 4000}
+    wide = LLAMA | {"hidden_size": 512, "vocab_size": 4000}
     run = lab.Training(1, T, "autocast-bf16", lora=adapters, quantization=quantization, checkpointing=checkpointing)
-    estimated, simulated = (verb(deep, run, "A100-40GB").peak_allocated for verb in (lab.estimate, lab.simulate))
-    assert estimated == pytest.approx(simulated, rel=0.08)  # with a copy of every weight twice as much
+    estimated, simulated = (verb(wide, run, "A100-40GB").peak_allocated for verb in (lab.estimate, lab.simulate))
+    assert estimated == pytest.approx(simulated, rel=0.03)  # a copy of every weight would be a tenth

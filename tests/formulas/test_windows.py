@@ -5,11 +5,11 @@ import pytest
 import llmlab as lab
 
 SHAPE = {
-    "model_type": "mistral", "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "model_type": "mistral", "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 PHI = {**SHAPE, "model_type": "phi3", "pad_token_id": 0, "num_key_value_heads": 8}
-QWEN = {**SHAPE, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}
+QWEN = {**SHAPE, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_attention_pinned_to_the_memory_efficient_kernel_has_the_mask_too(settin
     """transformers gives it by its own name of the attention, "sdpa", whichever kernel torch is told to take."""
     settings = {"micro_batch": 4, "seq_len": 1024, "precision": "bf16", "optimizer": "sgd", **settings}
     run = lab.Training(attention="efficient", **settings)
-    model = {**SHAPE, "sliding_window": 1024}
+    model = {**SHAPE, "num_hidden_layers": 4, "sliding_window": 1024}
     estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
     for phase in ("forward", "backward"):
         assert estimate.phases[phase] == pytest.approx(simulation.phases[phase], rel=0.02)
@@ -40,7 +40,7 @@ def test_attention_pinned_to_the_memory_efficient_kernel_has_the_mask_too(settin
 def test_eager_attention_copies_values_of_several_sequences(precision):
     """Its product cannot merge batch and heads in a view of what Phi-3 projects queries, keys and values to at once;
     kept whole, that would be 3 % more."""
-    wide = {**PHI, "hidden_size": 1024, "intermediate_size": 2048, "sliding_window": None}
+    wide = {**PHI, "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "sliding_window": None}
     run = lab.Training(micro_batch=8, seq_len=256, attention="eager", precision=precision)
     estimate, simulation = lab.estimate(wide, run, "A100-80GB"), lab.simulate(wide, run, "A100-80GB")
     assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.01)

@@ -254,10 +254,17 @@ def test_an_unknown_name_names_the_nearest_and_what_to_do():
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["8xA100", "8 x A100-80GB"])
+@pytest.mark.parametrize("name", ["8xA100", "8 x A100-80GB", "A100 x8", "A100x8"])
 def test_several_gpus_are_not_one(name):
     with pytest.raises(SpecError, match=r"8 GPUs.*A100.*dp"):
         gpu(name)
+
+
+def test_a_memory_may_be_that_of_several_gpus_and_not_zero():
+    with pytest.raises(SpecError, match=r"means 2 GPUs.*'24GB'"):
+        gpu("2x24GB")
+    with pytest.raises(UnknownName):
+        gpu("0GB")
 
 
 def test_clocks_go_as_the_cube_root_of_a_power_limit():

@@ -52,14 +52,14 @@ def test_more_ranks_and_micro_batches_meet_the_first_one_sooner():
     assert updates == [801, 201, 101]
 
 
-@pytest.mark.parametrize("text", ["7\n8\n9\n", "[7, 8, 9]"])
+@pytest.mark.parametrize("text", ["7\n8\n9\n", "[7, 8, 9]", "\ufeff7\r\n8\r\n9\r\n"])
 def test_lengths_are_lines_or_json(tmp_path, text):
     path = tmp_path / "lengths"
     path.write_text(text)
     assert read_lengths(path) == [7, 8, 9]
 
 
-@pytest.mark.parametrize("text", ["", "seven", "1.5", "0\n1", "-3", "[1, 2", '["a"]', "[true]", "[]"])
+@pytest.mark.parametrize("text", ["", "seven", "1.5", "0\n1", "-3", "[1, 2", '["a"]', "[true]", "[]", "[" * 100_000])
 def test_what_is_no_length_is_refused(tmp_path, text):
     path = tmp_path / "lengths"
     path.write_text(text)

@@ -102,6 +102,18 @@ def test_a_message_may_be_wrapped_as_a_terminal_does():
     assert lab.fix("[rank0]: " + "\n".join(textwrap.wrap(NEW, 40))) == lab.fix(NEW)
 
 
+@pytest.mark.parametrize("message", [NEW, OLD])
+def test_a_message_that_was_copied_by_hand_may_have_lost_or_gained_white_space(message):
+    lost = "".join(textwrap.wrap(message, 37))  # a blank is lost at each end of a line
+    gained = "\n".join(message[start : start + 37] for start in range(0, len(message), 37))  # in the middle of words
+    assert lab.fix(lost) == lab.fix(gained) == lab.fix(message)
+
+
+def test_a_process_larger_than_its_gpu_is_a_number_that_torch_did_not_have():
+    without = lab.fix(NEW.replace("has 14.54 GiB", "has 17179869184.00 GiB"))  # as torch prints under WSL
+    assert without.process is None and without.others == lab.fix(NEW).others and lab.fix(NEW).process
+
+
 END = "If reserved but unallocated memory is large try setting"
 OF_RELEASES = {  # as they stand in public issues
     "1.0": ("CUDA out of memory. Tried to allocate 32.00 MiB (GPU 0; 7.79 GiB total capacity; 6.64 GiB already "
@@ -157,6 +169,9 @@ OF_OTHERS = {  # as they stand in public issues
     "by hand": ("CUDA out of memory. Tried to allocate 98 MiB. (GPU 0; 44.32GiB total capacity; 9.29 GiB already "
                 "allocated; 41.00 MiB free; 9.29 GiB reserved in total by PyTorch)",
                 {"capacity": 44.32 * GIB, "unallocated": 0}, "outside PyTorch"),
+    "XPU, in use elsewhere": ("torch.OutOfMemoryError: XPU out of memory. Tried to allocate 1.96 GiB (GPU 0; 15.91 GiB "
+                "total capacity; 13.10 GiB already allocated; 13.50 GiB reserved in total by PyTorch)",
+                {"free": 2.41 * GIB, "requested": 1.96 * GIB}, "at least 460.80 MiB were in use outside PyTorch"),
 }  # fmt: skip
 
 
@@ -178,11 +193,24 @@ def test_holes_and_free_memory_are_added_up_where_only_both_hold_the_request():
     assert "Together this is 1.25 GiB" in found.advice
 
 
-@pytest.mark.parametrize("message", ["torch.AcceleratorError: CUDA error: out of memory", "HIP error: out of memory"])
+@pytest.mark.parametrize("message", [
+    "torch.AcceleratorError: CUDA error: out of memory", "HIP error: out of memory", "XPU error: out of memory",
+    "RuntimeError: Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "RuntimeError: Triton Error [CUDA]: out of memory",
+    "torch.distributed.DistBackendError: ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "Cuda failure 2 'out of memory'",
+])  # fmt: skip
 def test_the_drivers_own_error_is_told_apart(message):
     found = lab.fix(message)
     assert "not the message of PyTorch's allocator" in found.advice and found.advice in str(found)
     assert found.to_dict() == {"advice": found.advice}
+
+
+def test_an_error_about_host_memory_is_no_error_about_a_gpu():
+    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 26214400000 bytes. Error code 12"
+    with pytest.raises(lab.SpecError, match="RAM was full"):
+        lab.fix(message)
 
 
 def test_of_a_log_the_first_message_is_read():

@@ -210,6 +210,11 @@ def test_machines_are_read(text, counts):
     assert (found.nodes, found.per_node) == counts and found.card.name == "T4"
 
 
+@pytest.mark.parametrize(("text", "name"), [("2x4090", "2xRTX-4090"), ("2 X 24gb", "2x24GB"), ("4090", "1xRTX-4090")])
+def test_a_gpu_s_name_may_begin_with_a_digit(text, name):
+    assert str(machines(text)) == name
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [

@@ -94,3 +94,29 @@ def test_a_hostile_file_is_one_line_and_exit_code_2(tmp_path):
     shown = CliRunner().invoke(cli, ["fix", str(path)])
     assert shown.exit_code == 2 and shown.stderr.count("\n") == 1 and "posix.system" in shown.stderr
     assert CliRunner().invoke(cli, ["fix", str(tmp_path / "missing.pickle")]).exit_code == 2
+
+
+def _nested(depth):
+    """Return a list whose text has 2**depth elements, of a few bytes in a file."""
+    found = [0]
+    for _ in range(depth):
+        found = [found, found]
+    return found
+
+
+@pytest.mark.parametrize("changed", [
+    {"size": 10**400}, {"size": _nested(60)}, {"action": ["alloc"]}, {"frames": 7}, {"frames": [7]},
+    {"frames": [{"filename": _nested(60), "name": "forward", "line": 3}]}, {"history": {"frames": []}, "frames": []},
+])  # fmt: skip
+def test_a_file_with_anything_in_place_of_a_size_or_a_stack_is_refused(write, changed):
+    entry = {"action": "alloc", "addr": 0x1000000, "size": MiB, "stream": 0, "frames": []}
+    path = write("a.pickle", SEGMENTS, [{**entry, **changed}])
+    with pytest.raises(lab.SpecError, match="no memory snapshot of torch"):
+        lab.fix(path)
+
+
+def test_the_names_in_a_file_cannot_write_to_the_terminal(write):
+    frame = {"filename": "/home/\x1b[31mtrain.py", "name": "forward\n\x1b]0;title\x07", "line": 3}
+    entry = {"action": "alloc", "addr": 0x9000000, "size": 99 * MiB, "stream": 0, "frames": [frame]}
+    shown = CliRunner().invoke(cli, ["fix", str(write("a.pickle", SEGMENTS, [entry]))]).output
+    assert "train.py:3 forward" in shown and "\x1b" not in shown and "\x07" not in shown

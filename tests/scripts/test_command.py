@@ -17,6 +17,8 @@ def test_a_script_keeps_its_arguments_as_they_are(here):
     assert command(["train.py", "--steps", "3", "--json"]) == Command("train.py", ("--steps", "3", "--json"))
     assert command(["python", "-u", "train.py", "-u"]) == Command("train.py", ("-u",))
     assert command(["-m", "package.train", "a"]) == Command("package.train", ("a",), module=True)
+    found = command(["python", "-X", "faulthandler", "-Wignore", "-W", "error::UserWarning", "-OO", "train.py", "-W"])
+    assert found == Command("train.py", ("-W",))
     assert command(["python3.11", "-m", "package.train"]) == Command("package.train", (), module=True)
 
 
@@ -84,6 +86,19 @@ def test_accelerate_starts_what_its_options_and_its_file_say(here, options, conf
     assert found.arguments == ("--lr", "1") and not found.notes
 
 
+def test_of_accelerate_s_file_the_rank_that_is_not_simulated_is_told(here):
+    pytest.importorskip("accelerate")
+    config = "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 16\nmachine_rank: 1\nmain_process_ip: h\n"
+    (here / "config.yaml").write_text(f"{config}main_process_port: 1\n")
+    found = command(["accelerate", "launch", "--config_file", "config.yaml", "train.py"])
+    assert [note.code for note in found.notes] == ["rank-0-simulated"] and (found.nodes, found.gpus_per_node) == (2, 8)
+
+
+def test_accelerate_on_the_cpu_assumes_no_gpus(here):
+    pytest.importorskip("accelerate")
+    assert not command(["accelerate", "launch", "--cpu", "train.py"]).notes
+
+
 def test_accelerate_says_that_it_assumes_one_gpu(here):
     pytest.importorskip("accelerate")
     found = command(["accelerate", "launch", "train.py"])
@@ -135,6 +150,9 @@ def test_deepspeed_takes_the_gpus_that_are_included(here):
         (["nowhere.py"], "nowhere.py does not exist"),
         (["-m"], "-m needs the name of a module"),
         (["torchrun", "--nproc_per_node=2"], "torchrun --nproc_per_node=2: "),
+        (["torchrun", "--nnodes", "$NNODES", "train.py"], "--nnodes $NNODES is no number"),
+        (["torchrun", "--nnodes", "0", "train.py"], "--nnodes 0 is no number"),
+        (["torchrun", "--nproc_per_node", "two", "train.py"], "--nproc_per_node two is no number"),
         (["torchrun", "--not-an-option", "train.py"], "train.py: unrecognized arguments: --not-an-option"),
         (["accelerate", "env"], "accelerate env starts no script"),
         (["accelerate", "launch", "--tpu", "train.py"], "TPUs"),
@@ -142,12 +160,14 @@ def test_deepspeed_takes_the_gpus_that_are_included(here):
         (["accelerate", "launch", "--mpirun_hostfile", "hosts", "train.py"], "mpirun"),
         (["accelerate", "launch", "--use_fsdp", "--multi_gpu", "train.py"], "only use one of"),
         (["accelerate", "launch", "--config_file", "nowhere.yaml", "train.py"], "nowhere.yaml"),
+        (["accelerate", "launch", "--config_file", "empty.yaml", "train.py"], "settings by name"),
         (["torchrun", "--no-python", "train.py"], "--no_python"),
         (["deepspeed", "--include", "localhost:0@elsewhere:1", "train.py"], "elsewhere"),
         (["."], "a folder without __main__.py"),
     ],
 )
 def test_what_starts_no_script_is_refused_with_what_to_give(here, words, said):
+    (here / "empty.yaml").write_text("# num_processes: 2\n")
     with pytest.raises(SpecError) as error:
         command(words)
     assert said in str(error.value)

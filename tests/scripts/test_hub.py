@@ -88,6 +88,22 @@ print(AutoModelForCausalLM.from_pretrained("{model}"{options}).dtype)
         assert "torch.float32" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "warned"), [("", True), (", quantization_config=Mxfp4Config(dequantize=True)", False)]
+)
+def test_weights_that_the_hub_has_in_mxfp4_are_said(home, options, warned):
+    config = {**TINY, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    (home / "config.json").write_text(json.dumps(config))
+    (home / "load.py").write_text(f"""
+import torch
+from transformers import AutoModelForCausalLM, Mxfp4Config
+AutoModelForCausalLM.from_pretrained("me/mine", dtype=torch.bfloat16{options})
+""")
+    result = run("--config", "me/mine=config.json", "load.py")
+    assert result.exit_code == 0, result.stderr
+    assert ("is published in MXFP4" in result.stderr) == warned
+
+
 def test_the_script_s_config_stays_as_it_was(home):
     (home / "load.py").write_text("""
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -202,9 +218,12 @@ def test_other_errors_are_the_script_s():
     assert refused(ConnectionError("refused by host")) is None
 
 
-@pytest.mark.parametrize("given", ["config.json", "=config.json", "name=", "name=text.json", "name=list.json"])
+@pytest.mark.parametrize(
+    "given", ["config.json", "=config.json", "name=", "name=text.json", "name=list.json", "name=deep.json"]
+)
 def test_bad_configs_are_refused(home, given):
     (home / "text.json").write_text("no json")
     (home / "list.json").write_text("[1]")
+    (home / "deep.json").write_text("[" * 100_000)
     with pytest.raises(SpecError):
         read_configs((given,))

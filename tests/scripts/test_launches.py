@@ -163,3 +163,27 @@ def test_rays_workers_are_ranks(run):
     pytest.importorskip("ray")
     result, report = run(body=RAY)
     assert "found 0 4" in result.stderr and (report["world_size"], report["steps"]) == (4, 3)
+
+
+def test_a_function_that_elastic_launch_starts_runs_as_rank_0(run):
+    body = """
+import runpy
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def train(words):
+    sys.argv[1:] = words
+    runpy.run_path("train.py")
+print(elastic_launch(LaunchConfig(2, 2, 4, rdzv_backend="c10d"), train)(["--lr", "1"]))
+"""
+    result, report = run(body=HEAD + body)
+    assert "found 8 4 None --lr 1\n{0: None}" in result.stderr and report["world_size"] == 8
+
+
+def test_accelerate_s_notebook_launcher_starts_ranks(run):
+    pytest.importorskip("accelerate")
+    body = """
+import runpy
+from accelerate import notebook_launcher
+notebook_launcher(lambda: runpy.run_path("train.py"), num_processes=4)
+"""
+    result, report = run(body=body)
+    assert "found 4 4" in result.stderr and report["world_size"] == 4 and report["steps"] == 3

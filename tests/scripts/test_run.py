@@ -282,6 +282,15 @@ def test_a_failure_after_a_caught_error_of_the_simulation_is_explained_by_it(scr
     assert "failed with IndexError: list index out of range" in result.stderr
 
 
+def test_training_in_a_second_thread_is_refused_once(script):
+    start = "import threading\nthread = threading.Thread(target=step)\nthread.start()\nthread.join()\n"
+    result = run("--gpu", "T4", script(start))
+    assert result.exit_code == 2 and "Traceback" not in result.output and "main thread" in result.stdout
+    pool = "from concurrent.futures import ThreadPoolExecutor\nThreadPoolExecutor().submit(step).result()"
+    result = run("--gpu", "T4", script(pool))
+    assert result.exit_code == 2 and result.stderr.count("in a second thread") == 1
+
+
 def test_what_comes_after_the_last_step_is_no_longer_the_run_s(script):
     body = "try:\n    while True: step()\nfinally: 1 / 0"
     assert answer("--gpu", "A100-40GB", "--steps", 1, script(body))["steps"] == 1

@@ -117,6 +117,19 @@ def test_what_does_not_fit_says_by_how_much_and_what_does():
     assert "-" not in str(report).split("Out of memory")[1]
 
 
+@pytest.mark.parametrize(("name", "gpu", "tp", "kind"), [
+    ("openai/gpt-oss-120b", "H100", 1, "mxfp4"), ("deepseek-ai/DeepSeek-R1", "H200", 8, "fp8"),
+])  # fmt: skip
+def test_a_checkpoint_that_is_published_quantized_is_named(name, gpu, tp, kind):
+    """OpenAI's README: gpt-oss-120b runs on a single 80 GB GPU; DeepSeek's: V3 on 8 H200s, in fp8."""
+    wide, own = (lab.serve(name, lab.Service(tp=tp, weights=weights), gpu) for weights in ("bf16", kind))
+    assert (wide.outcome, own.outcome) == ("out of memory", "fits")
+    assert [note.code for note in wide.notes[:1]] == ["checkpoint"] and f'it fits with weights="{kind}"' in wide.notes
+    assert "checkpoint" not in [note.code for note in own.notes]
+    given = lab.model({**lab.model(name).config, "quantization_config": {"quant_method": kind}})
+    assert given.checkpoint == kind and not lab.model(lab.model(name).config).checkpoint
+
+
 def test_more_users_more_throughput_less_speed():
     points = frontier(LLAMA, lab.Service(), H100)
     assert [point.users for point in points][:3] == [1, 2, 4]

@@ -1,7 +1,9 @@
 """The operators of a block that formulas count, beside the simulator's log of the real classes."""
 
+import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from llmlab.formulas.time.host import (
     trained,
     update_host_seconds,
 )
-from llmlab.simulation.profile import operator_log
+from llmlab.simulation.report import recorded
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4,
          "intermediate_size": 512, "vocab_size": 512, "max_position_embeddings": 512}  # fmt: skip
@@ -38,35 +40,32 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 RUN = Training(seq_len=64, precision="mixed-bf16")
 
 
-def logged(monkeypatch, model, run):
-    """Return the operators of a step of two blocks, and of four."""
-    logs, made, found = [], operator_log.Operators.__init__, []
-
-    def kept(self, gpu=None):
-        made(self, gpu)
-        logs.append(self)
-
-    monkeypatch.setattr(operator_log.Operators, "__init__", kept)
-    for layers in (2, 4):
-        logs.clear()
-        name = "n_layer" if model["model_type"] == "gpt2" else "num_hidden_layers"
-        lab.simulate({**model, name: layers}, run, "A100-80GB")
-        found.append(max(logs, key=len))
-    return found
+@cache
+def log(model, run):
+    """Return the operators of a step; `model`: its config in JSON."""
+    return tuple(recorded(json.loads(model), run, "A100-80GB").operators)
 
 
-def counted(monkeypatch, model, run):
-    """Return the operators that two more blocks add to the passes, of one block."""
+def deep(model, layers):
+    return {**model, "n_layer" if model["model_type"] == "gpt2" else "num_hidden_layers": layers}
+
+
+def logged(model, run, depths=(1, 2)):
+    """Return the operators of a step of one block, and of two."""
+    return [log(json.dumps(deep(model, layers)), run) for layers in depths]
+
+
+def counted(model, run, depths=(1, 2)):
+    """Return the operators that one more block adds to the passes."""
     few, many = (Counter((bool(k.backward), k.kind == "none") for k in log if k.phase != "optimizer")
-                 for log in logged(monkeypatch, model, run))  # fmt: skip
-    return Operators(*((many[key] - few[key]) / 2 for key in
-                       ((False, False), (False, True), (True, False), (True, True))))  # fmt: skip
+                 for log in logged(model, run, depths))  # fmt: skip
+    keys = (False, False), (False, True), (True, False), (True, True)
+    return Operators(*((many[key] - few[key]) / (depths[1] - depths[0]) for key in keys))
 
 
 def formula(model, run):
-    """Return the operators of two blocks by the formulas, with those of adapters and without those outside blocks."""
-    name = "n_layer" if model["model_type"] == "gpt2" else "num_hidden_layers"
-    few, many = (started(lab.model({**model, name: layers}), run) for layers in (2, 4))
+    """Return the operators of a block by the formulas, with those of adapters and without those outside blocks."""
+    few, many = (started(lab.model(deep(model, layers)), run) for layers in (1, 2))
     return many.plus(few.times(-1))
 
 
@@ -81,10 +80,9 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("model", "kernels", "precision", "checkpointing"), BLOCKS)
-def test_blocks_of_transformers(monkeypatch, model, kernels, precision, checkpointing):
+def test_blocks_of_transformers(model, kernels, precision, checkpointing):
     run = replace(RUN, precision=precision, checkpointing=checkpointing, kernels=kernels)
-    layers = {"n_layer": 2} if model is GPT2 else {"num_hidden_layers": 2}
-    assert counted(monkeypatch, model, run) == operators(lab.model({**model, **layers}), run)
+    assert counted(model, run) == operators(lab.model(deep(model, 2)), run)
 
 
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -96,16 +94,16 @@ GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 64}
 @pytest.mark.parametrize(("model", "attention"), [(MIXTRAL, "sdpa"), (QWEN3_MOE, "sdpa"), (GEMMA2, "eager")],
                          ids=["mixtral", "qwen3_moe", "gemma2"])  # fmt: skip
 @pytest.mark.parametrize("checkpointing", [None, "full"])
-def test_experts_gemmas_norms_and_softcaps_start_operators(monkeypatch, model, attention, checkpointing):
+def test_experts_gemmas_norms_and_softcaps_start_operators(model, attention, checkpointing):
     run, host = replace(RUN, precision="bf16", attention=attention, checkpointing=checkpointing), efficiency("A100")
-    found = counted(monkeypatch, model, run).times(2)
+    found = counted(model, run)
     assert formula(model, run).seconds(host) == pytest.approx(found.seconds(host), rel=0.03)
 
 
 @pytest.mark.parametrize(("model", "ends"), [(LLAMA, "rmsnorm"), (GPT2, "layernorm")], ids=["llama", "gpt2"])
-def test_embedding_last_norm_head_and_loss_start_operators_too(monkeypatch, model, ends):
+def test_embedding_last_norm_head_and_loss_start_operators_too(model, ends):
     run, host = replace(RUN, precision="bf16"), efficiency("A100")
-    few = logged(monkeypatch, model, run)[0]
+    few = logged(model, run)[0]
     whole = Counter((bool(k.backward), k.kind == "none") for k in few if k.phase != "optimizer")
     keys = (False, False), (False, True), (True, False), (True, True)
     outside = Operators(*(whole[key] for key in keys)).plus(formula(model, run).times(-1))
@@ -116,22 +114,22 @@ def test_embedding_last_norm_head_and_loss_start_operators_too(monkeypatch, mode
     (MIXTRAL, "bf16"), (MIXTRAL, "autocast-bf16"), (GEMMA2, "bf16"), (QWEN3, "autocast-bf16"),
     ({**LLAMA, "model_type": "phi3", "pad_token_id": 0}, "bf16"),
 ], ids=["mixtral", "mixtral-autocast", "gemma2", "qwen3-autocast", "phi3"])  # fmt: skip
-def test_the_bytes_of_a_block(monkeypatch, model, precision):
+def test_the_bytes_of_a_block(model, precision):
     """Experts whose weights are fp32 are multiplied in fp32 under autocast; Gemma multiplies by its norms' weights in
     fp32; gate and up that are halves of one tensor have a gradient that is concatenated."""
     run = replace(RUN, micro_batch=4, seq_len=256, precision=precision,
                   attention="eager" if model is GEMMA2 else "sdpa")  # fmt: skip
     few, many = (sum(k.bytes for k in log if k.phase != "optimizer" and k.kind not in ("matmul", "sent")
-                     and "attention" not in k.kind) for log in logged(monkeypatch, model, run))  # fmt: skip
-    two, four = (moved(lab.model({**model, "num_hidden_layers": layers}), run).blocks for layers in (2, 4))
-    assert four - two == pytest.approx(many - few, rel=0.02)
+                     and "attention" not in k.kind) for log in logged(model, run))  # fmt: skip
+    one, two = (moved(lab.model(deep(model, layers)), run).blocks for layers in (1, 2))
+    assert two - one == pytest.approx(many - few, rel=0.02)
 
 
-def test_ddp_copies_each_gradient_into_a_bucket_and_back(monkeypatch):
-    alone, ranks = (sum(k.bytes for k in logged(monkeypatch, LLAMA, run)[0]
+def test_ddp_copies_each_gradient_into_a_bucket_and_back():
+    alone, ranks = (sum(k.bytes for k in logged(LLAMA, run)[0]
                         if k.phase != "optimizer" and k.kind not in ("matmul", "sent"))
                     for run in (replace(RUN, precision="bf16"), replace(RUN, precision="bf16", dp=2)))  # fmt: skip
-    spec = lab.model({**LLAMA, "num_hidden_layers": 2})
+    spec = lab.model(deep(LLAMA, 1))
     assert ranks - alone == pytest.approx(2 * 2 * 2 * spec.parameters, rel=0.01)
     one, two = (moved(spec, replace(RUN, precision="bf16", dp=dp)).blocks for dp in (1, 2))
     assert two - one == 2 * 2 * 2 * spec.parameters
@@ -145,10 +143,10 @@ def test_checkpointings_python_adds_nothing_to_a_step_that_waits_for_its_gpu():
 
 
 @pytest.mark.parametrize(("kv_heads", "checkpointing"), [(4, None), (2, None), (2, "full")])
-def test_scores_that_are_written_out(monkeypatch, kv_heads, checkpointing):
+def test_scores_that_are_written_out(kv_heads, checkpointing):
     model = {**LLAMA, "num_key_value_heads": kv_heads}
     run = replace(RUN, attention="eager", checkpointing=checkpointing)
-    assert counted(monkeypatch, model, run) == operators(lab.model({**model, "num_hidden_layers": 2}), run)
+    assert counted(model, run) == operators(lab.model({**model, "num_hidden_layers": 2}), run)
 
 
 @pytest.mark.parametrize("model", ["gpt2-medium", "HuggingFaceTB/SmolLM2-135M", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"])
@@ -164,11 +162,10 @@ def test_checkpointing_takes_the_host_as_it_took_one(model):
 
 
 @pytest.mark.parametrize(("model", "precision"), [(GPT2, "bf16"), (LLAMA, "autocast-bf16")])
-def test_a_compiled_block_starts_the_kernels_that_inductor_writes(monkeypatch, model, precision):
+def test_a_compiled_block_starts_the_kernels_that_inductor_writes(model, precision):
     run = replace(RUN, precision=precision, compile=True)
-    few, many = (sum(k.compiled and k.kind != "none" for k in log) for log in logged(monkeypatch, model, run))
-    spec = lab.model({**model, "n_layer" if model is GPT2 else "num_hidden_layers": 2})
-    assert many - few == compiled_kernels(spec, run)
+    few, many = (sum(k.compiled and k.kind != "none" for k in log) for log in logged(model, run))
+    assert many - few == compiled_kernels(lab.model(deep(model, 1)), run)
 
 
 def test_a_compiled_step_waits_for_its_host_where_the_card_is_quicker():
@@ -192,11 +189,11 @@ def test_an_update_takes_the_host_longer_than_the_card_where_tensors_are_many_an
 
 
 @pytest.mark.parametrize(("half", "checkpointing"), [(True, None), (True, "full"), (False, None), (False, "full")])
-def test_packed_weights_are_unpacked_by_an_operator_more(monkeypatch, half, checkpointing):
+def test_packed_weights_are_unpacked_by_an_operator_more(half, checkpointing):
     lora = LoRA(rank=4, targets=("q_proj", "v_proj"), autocast_adapter_dtype=not half)
     run = replace(RUN, precision="bf16", lora=lora, quantization="nf4", checkpointing=checkpointing)
-    found = counted(monkeypatch, LLAMA, run)
-    counts = formula(LLAMA, run).times(0.5)
+    found = counted(LLAMA, run)
+    counts = formula(LLAMA, run)
     host = efficiency("A100")
     assert found.seconds(host) == pytest.approx(counts.seconds(host), rel=0.07)
 
@@ -215,10 +212,10 @@ def test_a_librarys_operators_take_as_many_of_every_hosts():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize("checkpointing", [None, "full"])
-def test_adapters(monkeypatch, checkpointing, dropout):
+def test_adapters(checkpointing, dropout):
     run = replace(RUN, checkpointing=checkpointing, lora=LoRA(rank=4, targets=NAMES, dropout=dropout))
-    found, spec = counted(monkeypatch, LLAMA, run), lab.model({**LLAMA, "num_hidden_layers": 2})
-    assert tuple(found.times(2)) == pytest.approx(tuple(formula(LLAMA, run)))
+    found, spec = counted(LLAMA, run), lab.model({**LLAMA, "num_hidden_layers": 2})
+    assert tuple(found) == pytest.approx(tuple(formula(LLAMA, run)))
     host = efficiency("A100")
     seconds = 2 * found.seconds(host) + TRANSFORMERS_ENDS["rmsnorm"].seconds(host)
     assert host_seconds(spec, run, host) == pytest.approx(seconds + python_seconds(spec, run))
@@ -229,12 +226,12 @@ def test_adapters(monkeypatch, checkpointing, dropout):
     (LLAMA, ("q_proj", "v_proj"), "autocast-bf16", False, "selective"),
     (GPT2, ("c_attn",), "autocast-bf16", False, None), (GPT2, ("c_attn",), "bf16", False, "full"),
 ])  # fmt: skip
-def test_adapters_of_some_layers(monkeypatch, model, targets, precision, half, checkpointing):
+def test_adapters_of_some_layers(model, targets, precision, half, checkpointing):
     """Frozen weights have no gradients; adapters' own dtype decides what is cast."""
     lora = LoRA(rank=4, targets=targets, autocast_adapter_dtype=not half)
     run = replace(RUN, precision=precision, checkpointing=checkpointing, lora=lora)
-    found = counted(monkeypatch, model, run)
-    assert tuple(found.times(2)) == pytest.approx(tuple(formula(model, run)), abs=2)  # of some hundred
+    found = counted(model, run)
+    assert tuple(found) == pytest.approx(tuple(formula(model, run)), abs=1)  # of some hundred
 
 
 @pytest.mark.parametrize("more", [
@@ -250,37 +247,37 @@ def test_estimate_and_simulate_agree_on_steps_that_wait_for_the_host(more):
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4, targets=NAMES)], ids=["all", "adapters"])
-def test_each_micro_batch_adds_its_gradients_to_those_before(monkeypatch, lora):
+def test_each_micro_batch_adds_its_gradients_to_those_before(lora):
     """An operator for each tensor that is trained, from the second micro-batch on."""
-    spec, run = lab.model({**LLAMA, "num_hidden_layers": 4}), replace(RUN, precision="bf16", lora=lora)
+    spec, run = lab.model(deep(LLAMA, 2)), replace(RUN, precision="bf16", lora=lora)
     adds = []
     for accumulation in (1, 2):
-        log = logged(monkeypatch, LLAMA, replace(run, accumulation=accumulation))[1]
-        adds.append(sum(k.backward and k.kind != "none" for k in log if k.phase != "optimizer"))
+        kernels = logged(LLAMA, replace(run, accumulation=accumulation))[1]
+        adds.append(sum(k.backward and k.kind != "none" for k in kernels if k.phase != "optimizer"))
     assert adds[1] - 2 * adds[0] == summed(spec, replace(run, accumulation=2)) == trained(spec, run)
 
 
 @pytest.mark.parametrize("checkpointing", [None, "full"])
 @pytest.mark.parametrize("half", [False, True])
-def test_adapters_dropout_moves_what_the_operators_do(monkeypatch, checkpointing, half):
+def test_adapters_dropout_moves_what_the_operators_do(checkpointing, half):
     """Each adapter's input, in the adapter's dtype, and a byte of mask; no operator else moves more for it."""
     lora = LoRA(rank=4, targets=("q_proj", "down_proj"), autocast_adapter_dtype=not half)
     run = replace(RUN, precision="bf16", checkpointing=checkpointing, lora=lora)
     both = [replace(run, lora=replace(lora, dropout=each)) for each in (0.05, 0.0)]
     seen = []
     for each in both:
-        few, many = (sum(k.bytes for k in log if k.phase != "optimizer") for log in logged(monkeypatch, LLAMA, each))
+        few, many = (sum(k.bytes for k in log if k.phase != "optimizer") for log in logged(LLAMA, each))
         seen.append(many - few)
-    spec = lab.model({**LLAMA, "num_hidden_layers": 2})
+    spec = lab.model(deep(LLAMA, 1))
     formula = [moved(spec, each).blocks for each in both]
     assert seen[0] - seen[1] == pytest.approx(formula[0] - formula[1], rel=0.01)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_deepspeed_adds_views(monkeypatch, zero):
+def test_deepspeed_adds_views(zero):
     pytest.importorskip("deepspeed")
     run = replace(RUN, dp=8, zero=zero, stack="deepspeed")
-    assert counted(monkeypatch, LLAMA, run) == operators(lab.model({**LLAMA, "num_hidden_layers": 2}), run)
+    assert counted(LLAMA, run, depths=(2, 4)) == operators(lab.model({**LLAMA, "num_hidden_layers": 2}), run)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["once", "again"])
@@ -329,7 +326,7 @@ def test_a_simulated_step_has_the_hooks_time_too():
     assert traced.step_seconds == pytest.approx(formula.step_seconds, rel=0.25)
 
 
-def test_torchtitan(monkeypatch):
+def test_torchtitan():
     pytest.importorskip("torchtitan")
     run = replace(RUN, dp=8, zero=3, stack="torchtitan:ac=none")
-    assert counted(monkeypatch, LLAMA, run) == operators(lab.model({**LLAMA, "num_hidden_layers": 2}), run)
+    assert counted(LLAMA, run) == operators(lab.model({**LLAMA, "num_hidden_layers": 2}), run)

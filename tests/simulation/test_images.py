@@ -3,6 +3,7 @@
 import pytest
 
 import llmlab as lab
+from llmlab.planning import levers
 from llmlab.simulation.depth import depth_of
 
 TEXT = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -66,7 +67,10 @@ def test_an_estimate_with_images_is_derived_from_the_code(tmp_path, monkeypatch)
     estimated, simulated = lab.estimate(config, run, "A100-80GB"), lab.simulate(config, run, "A100-80GB")
     assert "plain-transformer" not in {note.code for note in estimated.notes}
     assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.01)
-    assert lab.fix(config, run, "A100-80GB").levers
+    half = levers.Change("half the sequence length", "02-memory-anatomy", {"seq_len": 128}, False)
+    monkeypatch.setattr(levers, "changes", lambda *_: [half])  # each of them takes as many simulations
+    (lever,) = lab.fix(config, run, "A100-80GB").levers
+    assert "derived" in {note.code for note in lever.report.notes}
     by_plain_formulas = lab.estimate(config, run)
     assert "tower-time" in {note.code for note in by_plain_formulas.notes}
 
@@ -123,3 +127,20 @@ def test_a_classifier_has_no_logits_of_the_vocabulary():
     estimated, simulated = (verb("Qwen2.5-0.5B", run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
     assert "logits" not in estimated.parts
     assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.05)
+
+
+SMALL = {"model_type": "llama", "vocab_size": 8000, "hidden_size": 256, "intermediate_size": 688,
+         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "max_position_embeddings": 512}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("fields", [
+    {"method": "reward"}, {"num_labels": 3}, {"method": "reward", "precision": "mixed-bf16", "zero": 3, "dp": 4},
+    {"method": "reward", "lora": lab.LoRA(rank=8), "quantization": "nf4"},
+])  # fmt: skip
+def test_a_classifier_has_no_head_of_a_language_model(tied, fields):
+    run = lab.Training(**{"micro_batch": 4, "seq_len": 512, "precision": "autocast-bf16", **fields})
+    model = {**SMALL, "tie_word_embeddings": tied}
+    estimated, simulated = (verb(model, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.02)

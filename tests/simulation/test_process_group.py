@@ -98,7 +98,8 @@ def test_fsdp_gathers_a_layer_at_a_time():
 def test_a_script_with_fsdp_is_what_simulate_says_of_it():
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    spec, run = lab.model("HuggingFaceTB/SmolLM2-135M"), lab.Training(seq_len=256, zero=3, dp=RANKS)
+    spec = lab.model({**lab.model("HuggingFaceTB/SmolLM2-135M").config, "num_hidden_layers": 16})
+    run = lab.Training(seq_len=256, zero=3, dp=RANKS)
     told = lab.simulate(spec, run, CARD)
     with lab.simulator(CARD, world_size=RANKS) as sim:
         dist.init_process_group()

@@ -134,7 +134,7 @@ SEVERAL = [
 @pytest.mark.parametrize("fields", SEVERAL, ids=str)
 def test_simulated_passes_take_what_is_estimated_and_ranks_send_the_same(fields):
     """The update too, which torch makes tensor list by tensor list, but for master copies, which it makes in one."""
-    config = {**lab.model("meta-llama/Llama-3.2-1B").config, "num_hidden_layers": 4}
+    config = {**lab.model("meta-llama/Llama-3.2-1B").config, "num_hidden_layers": 2}
     run = Training(micro_batch=4, seq_len=2048, precision="mixed-bf16" if fields.get("zero") else "bf16", **fields)
     formula, traced = (verb(config, run, "H100") for verb in (lab.estimate, lab.simulate))
     passes = [sum(each.time.values()) - each.time["optimizer"] for each in (formula, traced)]
@@ -310,7 +310,8 @@ def test_an_update_moves_the_bytes_that_are_estimated(optimizer, moved_bytes):
     """Bytes per parameter in fp32. SGD reads weight and gradient and writes the weight; Lion has one state more, whose
     kernel returns nothing, so only its schema says what it writes; torch's Adafactor goes over its lists 17 times.
     AdamW's 8 operators on lists launch a kernel per 320 · 65,536 elements."""
-    spec, run, card = lab.model("gpt2"), Training(seq_len=32, optimizer=optimizer), lab.gpu("A100-80GB")
+    spec = lab.model({**lab.model("gpt2").config, "n_layer": 2})
+    run, card = Training(seq_len=32, optimizer=optimizer), lab.gpu("A100-80GB")
     operators = recorded(spec, run, card).operators
     bytes_moved = sum(kernel.bytes for kernel in operators if kernel.phase == "optimizer")
     assert bytes_moved / spec.parameters == pytest.approx(moved_bytes, rel=0.01)
@@ -321,7 +322,7 @@ def test_an_update_moves_the_bytes_that_are_estimated(optimizer, moved_bytes):
 
 
 def test_an_eight_bit_update_waits_for_its_look_ups_in_both_verbs():
-    spec, card = lab.model("gpt2"), lab.gpu("A100-80GB")
+    spec, card = lab.model({**lab.model("gpt2").config, "n_layer": 2}), lab.gpu("A100-80GB")
     run = Training(seq_len=32, optimizer="adamw-8bit")
     updates = [kernel for kernel in recorded(spec, run, card).operators if "8bit_blockwise" in kernel.name]
     rates = kernels(card)

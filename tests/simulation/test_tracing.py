@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
+from llmlab.planning import levers
 from llmlab.simulation import deriving, tracing
 from llmlab.simulation.depth import depth_of, with_layers
 
@@ -20,10 +21,13 @@ T5 = {"model_type": "t5", "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_f
       "num_heads": 64}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path))
-    monkeypatch.setattr("llmlab.traces.store._kept", {})
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """One for all tests here: several ask for the same trace, which takes five simulations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMLAB_CACHE", str(tmp_path_factory.mktemp("traces")))
+        patch.setattr("llmlab.traces.store._kept", {})
+        yield
 
 
 @pytest.mark.parametrize(
@@ -141,9 +145,12 @@ def test_what_has_no_formula_is_said():
         lab.explain(OLMO, lab.Training(pp=2, precision="bf16"), "A100-80GB")
 
 
-def test_levers_are_derived_too():
+def test_levers_are_derived_too(monkeypatch):
+    full = levers.Change("full checkpointing", "08-checkpointing", {"checkpointing": "full"}, True)
+    monkeypatch.setattr(levers, "changes", lambda *_: [full])  # each of them takes as many simulations
     fix = lab.fix(OLMO, lab.Training(micro_batch=4, seq_len=1536, precision="bf16"), "A100-80GB")
-    lever = next(lever for lever in fix.levers if lever.run.checkpointing == "full")
+    (lever,) = fix.levers
+    assert "derived" in [note.code for note in lever.report.notes]
     simulation = lab.simulate(OLMO, lever.run, "A100-80GB")
     assert lever.report.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.005)
 

@@ -13,7 +13,7 @@ MODULES = {
 
 
 def main(arguments: list[str]) -> None:
-    """Run the experiment that the first argument names with the others; `NAME --help` lists its options."""
+    """Run the experiment named by the first argument with the other arguments; `NAME --help` lists its options."""
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):
         print(f"python -m llmlab.course.experiments NAME --help, of {', '.join(MODULES)}")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .experts import seen, trained
+from .experts import evaluate, trained
 
 RESULTS = Path(__file__).with_suffix(".json")
 BALANCES, SEEDS, STEPS = (0.0, 0.03), (0, 1, 2), 150
@@ -24,8 +24,8 @@ FACTORS = (None, 2.0, 1.25, 1.0, 0.75, 0.5)  # of the capacity; None serves all 
 
 
 class Result(NamedTuple):
-    """One model on held-out text with one capacity factor: its loss in nats per token, the share of choices that no
-    expert served, and the load of its busiest expert as a multiple of an equal share."""
+    """Loss and routing of a model on held-out text with one capacity factor: the loss in nats per token, the share of
+    choices that no expert served, and the load of the busiest expert as a multiple of an equal share."""
 
     balance: float
     seed: int
@@ -43,8 +43,8 @@ def record() -> None:
         for seed in SEEDS:
             model = trained(balance, STEPS, seed)
             for factor in FACTORS:
-                met = seen(model, factor)
-                numbers = (round(number, 4) for number in (met.loss, met.dropped, met.busiest))
+                routing = evaluate(model, factor)
+                numbers = (round(number, 4) for number in (routing.loss, routing.dropped, routing.busiest))
                 rows.append(Result(balance, seed, factor, *numbers)._asdict())
             print(rows[-1], flush=True)
     lines = ",\n ".join(json.dumps(row) for row in rows)

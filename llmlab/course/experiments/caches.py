@@ -1,4 +1,4 @@
-"""The bytes of real caches: those that stay allocated after a small model has processed a prompt."""
+"""The bytes that real caches allocate while a small model processes a prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_bytes(
     model = AutoModelForCausalLM.from_config(config).eval().to(device)
     ids = torch.zeros(*ids_shape, dtype=torch.long, device=device)
 
-    def held(make: Callable[[], Any]) -> int:
+    def resident_bytes(make: Callable[[], Any]) -> int:
         gc.collect()
         before = allocated()
         cache = make()
@@ -33,5 +33,5 @@ def cache_bytes(
         gc.collect()
         return allocated() - before
 
-    held(lambda: DynamicCache(config=config))  # warm up
-    return {name: held(make) for name, make in makers.items()}
+    resident_bytes(lambda: DynamicCache(config=config))  # warm up
+    return {name: resident_bytes(make) for name, make in makers.items()}

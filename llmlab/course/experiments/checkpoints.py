@@ -1,4 +1,4 @@
-"""The experiment of chapter 17 in two ranks: checkpoints that are interrupted, or overwrite others."""
+"""The experiment of chapter 17 on two ranks: checkpoints that are interrupted, or that overwrite others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _sharded(value: float) -> DTensor:
 
 
 def _save_failing(value: float, folder: Path) -> bool:
-    """Save to a disk that is full on rank 1; return whether that raised."""
+    """Save to a disk that is full on rank 1; return whether the save raised an error."""
     try:
         dcp.save({"weights": _sharded(value)}, storage_writer=FullDisk(folder))
     except CheckpointException:
@@ -38,7 +38,7 @@ def _save_failing(value: float, folder: Path) -> bool:
 
 
 def _loaded(folder: Path) -> list[float] | str:
-    """Return the four numbers in a checkpoint, or that it is refused."""
+    """Return the four numbers in a checkpoint, or "refused" if it does not load."""
     state = {"weights": _sharded(0.0)}
     try:
         dcp.load(state, checkpoint_id=folder)
@@ -48,17 +48,17 @@ def _loaded(folder: Path) -> list[float] | str:
 
 
 def chapter(folder: str) -> dict[str, Any]:
-    """Save twos in several ways, with a full disk on rank 1, and return the numbers that each load returns."""
-    fresh, over, later = (Path(folder) / name for name in ("fresh", "over", "later"))
+    """Save checkpoints while a disk is full, over an older one and during training; return the numbers that load."""
+    fresh, overwritten, background = (Path(folder) / name for name in ("fresh", "over", "later"))
     failed = _save_failing(2.0, fresh)
     outcomes: dict[str, Any] = {"in a fresh folder": _loaded(fresh)}
-    dcp.save({"weights": _sharded(1.0)}, checkpoint_id=over)
-    failed = _save_failing(2.0, over) and failed
-    outcomes["over another"] = _loaded(over)
+    dcp.save({"weights": _sharded(1.0)}, checkpoint_id=overwritten)
+    failed = _save_failing(2.0, overwritten) and failed
+    outcomes["over another"] = _loaded(overwritten)
     state = {"weights": _sharded(1.0)}
-    saving = dcp.async_save(state, checkpoint_id=later)
-    assert isinstance(saving, Future)  # the other kind of answer is asked for
+    saving = dcp.async_save(state, checkpoint_id=background)
+    assert isinstance(saving, Future)  # async_save returns another type only if the caller asks for it
     state["weights"].add_(1)  # training goes on while a thread writes
     saving.result()
-    outcomes["while training went on"] = _loaded(later)
+    outcomes["while training went on"] = _loaded(background)
     return {**outcomes, "raised": failed}

@@ -82,9 +82,9 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
 def make_job(
     ranks: int, sequences: int = 8, micro_batch: int = 2, steps: int = 8, seq_len: int = 64, seed: int = 0
 ) -> Job:
-    """Return the job on `ranks` ranks; a step has `sequences` over all of them, so more ranks accumulate less.
+    """Return the job on `ranks` ranks. A step has `sequences` over all ranks, so more ranks accumulate less.
 
-    Raises SpecError for what cannot be.
+    Raises SpecError for counts that do not divide each other.
     """
     check_counts(ranks=ranks, sequences=sequences, micro_batch=micro_batch)
     if sequences % (micro_batch * ranks):
@@ -96,10 +96,10 @@ def make_job(
 
 @dataclass(frozen=True)
 class Saving:
-    """Where checkpoints go, every `every` steps; without a folder there are none. Raises SpecError for what cannot be.
+    """The folder of the checkpoints, one after every `every` steps; without a folder there are none.
 
     `kill` is "RANK:STEP" or "RANK:STEP:save": unless the run was resumed, that rank is killed after that many steps, or
-    while it saves what they gave.
+    while it saves the checkpoint after them. Raises SpecError for another form.
     """
 
     folder: str | None = None
@@ -133,9 +133,10 @@ def train(
     job: Job, here: Place, device: torch.device, saving: Saving = Saving(), dropout: float = 0.1,
     leave_out: tuple[str, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Train in this rank of a joined group, from the last whole checkpoint if there is one; return losses and more.
+    """Train in this rank of a joined group, from the last complete checkpoint if there is one.
 
-    `leave_out`: parts of the checkpoint that are not loaded, as in `resume`.
+    Returns the losses, the number of steps before the resume, and the number of ranks and micro-batches. `leave_out`
+    names parts of the checkpoint that are not loaded, as in `resume`.
     """
     run, folder = job.run, Path(saving.folder) if saving.folder else None
     progress = start(job, here, device, dropout)
@@ -148,7 +149,7 @@ def train(
     for step in range(begin, job.steps):
         if saving.kill == f"{here.rank}:{step}" and not begin:
             os.kill(os.getpid(), signal.SIGKILL)
-        rows = [progress.order.next() for _ in range(run.global_batch)]  # every rank draws all, and takes its share
+        rows = [progress.order.next() for _ in range(run.global_batch)]  # every rank draws all rows, and uses its share
         mine = text[rows[here.rank :: here.ranks]].to(device)
         progress.losses.append(_step(progress, mine, run))
         if folder and (step + 1) % saving.every == 0:
@@ -158,7 +159,7 @@ def train(
 
 
 def start(job: Job, here: Place, device: torch.device, dropout: float) -> Progress:
-    """Return the state before the first step: the same weights on every rank, with their shards' optimizer."""
+    """Return the state before the first step. The weights are the same on every rank, and the optimizer is sharded."""
     torch.manual_seed(job.seed)
     model = GPT(find_model({**TINY_GPT, "resid_pdrop": dropout, "embd_pdrop": dropout})).to(device)
     if job.run.zero:
@@ -167,7 +168,7 @@ def start(job: Job, here: Place, device: torch.device, dropout: float) -> Progre
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step + 1, 2, job.steps + 1))
     on_gpu = device.type == "cuda"
     generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
-    generator.manual_seed(job.seed + 1 + here.rank)  # dropout: other masks on every rank
+    generator.manual_seed(job.seed + 1 + here.rank)  # dropout needs different masks on every rank
     return Progress(here.rank, here.ranks, model, optimizer, schedule, Order(job.seed), generator)
 
 
@@ -203,14 +204,14 @@ def main(arguments: list[str] | None = None, name: str = "cluster") -> None:
 def _run(
     steps: int, sequences: int, dropout: float, folder: str | None, save_every: int, kill: str | None, local_rank: Any
 ) -> dict[str, Any] | None:
-    """Train in this rank; return on rank 0 the result, and what the launcher told each rank."""
+    """Train in this rank; return the result and the launcher's environment variables of every rank, on rank 0."""
     here = place()
     job, saving = make_job(here.ranks, sequences, steps=steps), Saving(folder, save_every, kill)
-    result = train(job, here, join(here), saving, dropout)  # all that cannot be is refused before anything is joined
-    everyone: list[Any] = [None] * here.ranks
-    dist.all_gather_object(everyone, {name: os.environ.get(name) for name in SHOWN})
+    result = train(job, here, join(here), saving, dropout)  # the lines above refuse bad options before the ranks join
+    environments: list[Any] = [None] * here.ranks
+    dist.all_gather_object(environments, {name: os.environ.get(name) for name in SHOWN})
     dist.destroy_process_group()
-    return {**result, "environment": everyone} if here.rank == 0 else None
+    return {**result, "environment": environments} if here.rank == 0 else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line of every experiment: a table of options in, a result as JSON or as lines out."""
+"""The command line of every experiment: it reads options from a table, and prints the result as JSON or as lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ...base.errors import NotAvailable, SpecError, UnknownName
 from ...ranks.launch import PATIENCE, RankFailed
 
-# By flag: the default, or the type of what has none; the help; and what else argparse is told.
+# By flag: the default value, or the type if there is no default; the help; and further arguments of add_argument.
 Options = Mapping[str, tuple[Any, ...]]
 
 STEPS: Options = {"--steps": (20, "optimizer steps (default 20)")}
@@ -34,23 +34,23 @@ def command(
     arguments: list[str] | None,
     show: Callable[[Any], str] = json.dumps,
 ) -> None:
-    """Print what `run(**options)` gives, in the words of `show` or as --json asks; None prints nothing.
+    """Print the result of `run(**options)` by `show`, or as JSON with --json. A result of None prints nothing.
 
-    Exits with 2 where it cannot be run as asked, with 1 where a rank failed.
+    Exits with 2 if the options are not possible, and with 1 if a rank fails.
     """
     parser = argparse.ArgumentParser(prog=f"python -m llmlab.course.experiments {name}", description=description)
-    for flags, (default, text, *more) in options.items():
+    for flags, (default, text, *settings) in options.items():
         kind: dict[str, Any] = {"type": type(default), "default": default}
         if default is False:
             kind = {"action": "store_true"}
         elif isinstance(default, type):
             kind = {"type": default}
-        parser.add_argument(*flags.split(), help=text, **kind, **(more[0] if more else {}))
-    given = vars(parser.parse_args(arguments))
-    if given.pop("json", False):
+        parser.add_argument(*flags.split(), help=text, **kind, **(settings[0] if settings else {}))
+    values = vars(parser.parse_args(arguments))
+    if values.pop("json", False):
         show = json.dumps
     try:
-        result = run(**given)
+        result = run(**values)
     except (SpecError, UnknownName, NotAvailable) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -67,5 +67,5 @@ def loss_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def sizes(parts: Mapping[str, int]) -> str:
-    """Return bytes by what they are for as words."""
+    """Return the bytes of each part as words."""
     return ", ".join(f"{part} {size:,}" for part, size in parts.items()) + " bytes" if parts else "nothing"

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam, the AdamW that DeepSpeed compiles for the host, and its time beside torch's."""
+"""DeepSpeedCPUAdam, the AdamW that DeepSpeed compiles for the host, and its time compared with torch's AdamW."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .engines import ADAMW, quiet_deepspeed
 
 def cpu_adam() -> type:
     """Return DeepSpeedCPUAdam; raises NotAvailable where it cannot be compiled."""
-    if (lock := _compiled_to() / "lock").exists():  # torch.utils.file_baton: others would wait for it, for ever
+    if (lock := _build_folder() / "lock").exists():  # torch.utils.file_baton would wait for it forever
         raise NotAvailable(f"DeepSpeedCPUAdam is being compiled, or a process that did was killed: then delete {lock}")
     quiet_deepspeed()
     DeepSpeedCPUAdam = symbol("deepspeed.ops.adam.DeepSpeedCPUAdam")
@@ -32,21 +32,21 @@ def cpu_adam() -> type:
 
 
 def cpu_adam_is_compiled() -> bool:
-    """Return whether DeepSpeedCPUAdam was compiled before; another ninja than then compiles it anew all the same."""
-    folder = _compiled_to()
-    there = (folder / "cpu_adam.so").exists() and not (folder / "lock").exists()
-    return find_spec("deepspeed") is not None and there
+    """Return whether DeepSpeedCPUAdam is compiled already. A different ninja compiles it again nevertheless."""
+    folder = _build_folder()
+    compiled = (folder / "cpu_adam.so").exists() and not (folder / "lock").exists()
+    return find_spec("deepspeed") is not None and compiled
 
 
-def _compiled_to() -> Path:
-    """Return the folder in which torch.utils.cpp_extension compiles it."""
+def _build_folder() -> Path:
+    """Return the folder in which torch.utils.cpp_extension compiles DeepSpeedCPUAdam."""
     return Path(symbol("torch.utils.cpp_extension._get_build_directory")("cpu_adam", False))
 
 
 def adam_times(elements: int = 2**22, steps: int = 5) -> dict[str, dict[str, float]]:
-    """Return, by kind of AdamW, the CPU seconds of its quickest step on one thread, and how far its weights are off.
+    """Return, for each AdamW, the CPU seconds of its fastest step on one thread, and the largest error of its weights.
 
-    DeepSpeedCPUAdam is among them where it is compiled.
+    Errors are relative to torch's loop over parameters. DeepSpeedCPUAdam is included where it is compiled.
     """
     torch.set_num_threads(1)
     kinds: dict[str, tuple[type, dict]] = {
@@ -55,7 +55,7 @@ def adam_times(elements: int = 2**22, steps: int = 5) -> dict[str, dict[str, flo
     }
     if cpu_adam_is_compiled():
         kinds["DeepSpeedCPUAdam"] = (cpu_adam(), {})
-    result, first = {}, None
+    result, reference = {}, None
     for name, (kind, options) in kinds.items():
         weight = nn.Parameter(torch.linspace(-1, 1, elements))
         optimizer = kind([weight], **ADAMW, **options)
@@ -65,6 +65,6 @@ def adam_times(elements: int = 2**22, steps: int = 5) -> dict[str, dict[str, flo
             start = time.process_time()  # other programs may interrupt a step, which takes milliseconds
             optimizer.step()
             seconds.append(time.process_time() - start)
-        first = weight.detach() if first is None else first
-        result[name] = {"seconds": min(seconds), "off": (weight.detach() - first).abs().max().item()}
+        reference = weight.detach() if reference is None else reference
+        result[name] = {"seconds": min(seconds), "off": (weight.detach() - reference).abs().max().item()}
     return result

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..architectures.gpt import GPT
+from ..techniques.accumulation import difference
 from ..techniques.collectives import run_all, time_all_reduce
 from ..techniques.data_parallel import Overlapped, average_gradients, flat_gradients, ring_all_reduce, spread
 from ..techniques.training_loop import next_token_loss
@@ -27,11 +28,6 @@ def new_gpt() -> GPT:
 
 def gradient(model: nn.Module) -> Tensor:
     return flat_gradients(list(model.parameters()))
-
-
-def apart(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference of two gradients, divided by the norm of the second."""
-    return ((one - other).norm() / other.norm()).item()
 
 
 def hook_the_parameter(model: nn.Module) -> None:
@@ -58,21 +54,22 @@ def backward_on(model: nn.Module, ids_BT: Tensor) -> nn.Module:
 
 
 def every_method(sequences: int) -> dict[str, dict]:
-    """Run in each rank: average the gradients of its share of a batch in every way.
+    """Average the gradients of this rank's share of a batch in every way. Every rank calls this function.
 
-    Returns for each method: `whole`, its distance from one process's gradient on the whole batch; `ddp`, whether its
-    bits are torch DDP's; `spread`, the largest difference between ranks; `messages` and `pending` when backward
-    ended; `sent`, bytes over the gradient's; and what else there is to say.
+    Returns for each method: `whole`, the relative difference from the gradient of one process on the whole batch;
+    `ddp`, whether the gradient equals that of torch's DDP bit for bit; `spread`, the largest difference between ranks;
+    `messages` and `pending`, their numbers at the end of the backward pass; `sent`, the bytes sent divided by the bytes
+    of the gradient; and facts of single methods.
     """
     mine = my_share(sequences)
     whole = gradient(backward_on(new_gpt(), batch(sequences)))
     wrapped = backward_on(nn.parallel.DistributedDataParallel(new_gpt()), mine)
     ddp = gradient(wrapped)
-    found: dict[str, dict] = {}
+    rows: dict[str, dict] = {}
 
-    def note(name: str, model: nn.Module, **more) -> None:
-        flat, far = gradient(model), spread(model)
-        found[name] = {"whole": apart(flat, whole), "ddp": torch.equal(flat, ddp), "spread": far, **more}
+    def note(name: str, model: nn.Module, **facts) -> None:
+        flat, ranks_differ = gradient(model), spread(model)
+        rows[name] = {"whole": difference(flat, whole), "ddp": torch.equal(flat, ddp), "spread": ranks_differ, **facts}
 
     note("torch DDP", wrapped)
     model = backward_on(new_gpt(), mine)
@@ -94,7 +91,7 @@ def every_method(sequences: int) -> dict[str, dict]:
     backward_on(model, mine)
     unchanged = all(torch.allclose(p, b) for p, b in zip(model.parameters(), before, strict=True))
     note("the parameter", model, unchanged=unchanged, messages=len(before))
-    return found
+    return rows
 
 
 def two_micro_batches(mine: Tensor) -> tuple[nn.Module, Overlapped, float]:
@@ -105,14 +102,14 @@ def two_micro_batches(mine: Tensor) -> tuple[nn.Module, Overlapped, float]:
     with averaged.no_sync():
         (next_token_loss(model(mine[:half]), mine[:half]) * half / len(mine)).backward()
     before = spread(model)
-    rest = mine[half:]
-    (next_token_loss(model(rest), rest) * len(rest) / len(mine)).backward()
+    second = mine[half:]
+    (next_token_loss(model(second), second) * len(second) / len(mine)).backward()
     averaged.wait()
     return model, averaged, before
 
 
 def train_wrongly(sequences: int, steps: int) -> dict[str, list[float]]:
-    """Run in each rank: losses on its share, and the ranks' difference, of training with the mistaken hooks."""
+    """Train with the mistaken hooks; return the losses on this rank's share, and the spread of the gradients."""
     mine, model = my_share(sequences), new_gpt()
     hook_the_parameter(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -131,7 +128,7 @@ def chapter(sequences: int, elements: int, sizes: list[int]) -> dict:
     """Run all experiments of the page in one launch, because processes take longer to start than to run them."""
     return {
         "collectives": run_all(),
-        "ring": ring_all_reduce(torch.ones(elements)),  # the bytes it sends to sum fp32 numbers
+        "ring": ring_all_reduce(torch.ones(elements)),  # the bytes that a rank sends to sum fp32 numbers
         "methods": every_method(sequences),
         "wrong": train_wrongly(sequences, 10),
         "trained": train(make_job("data_parallel", dist.get_world_size(), 12, method="naive", steps=3)),

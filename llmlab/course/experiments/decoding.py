@@ -1,4 +1,4 @@
-"""Seconds of small models on this machine: tokens with each kind of cache, and the two phases of a request."""
+"""Seconds of small models on this machine: decoding with each kind of cache, and the two phases of a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = {
 
 
 def clock(device: str) -> float:
-    """Return seconds: on a CPU those in which this process computed, so that other programs do not count."""
+    """Return a time in seconds. On a CPU, it is the CPU time of this process, which excludes other programs."""
     if device == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -42,11 +42,11 @@ def fastest(run: Callable[[], object], device: str, times: int = 2) -> float:
 
 def cache_seconds(model: nn.Module, text: Tensor, kinds: Sequence[str], new: int) -> dict[str, float]:
     """Return the seconds in which `model` generates the last `new` tokens of a text as long as `text`, by cache."""
-    found = {}
+    seconds = {}
     for kind in kinds:
         generate(model, text[:8], 2, cache=kind)  # warm up
-        found[kind] = fastest(partial(generate, model, text[:-new], new, cache=kind), text.device.type, 1)
-    return found
+        seconds[kind] = fastest(partial(generate, model, text[:-new], new, cache=kind), text.device.type, 1)
+    return seconds
 
 
 def rates_here(device: str) -> tuple[float, float]:

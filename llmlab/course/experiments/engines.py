@@ -27,26 +27,26 @@ from ..techniques.training_loop import next_token_loss
 from ..techniques.zero import Zero
 from .job import Job, tiny_gpt
 
-STAGES = {"scratch": (0, 1, 2, 3), "ddp": (0,), "fsdp": (3,), "deepspeed": (0, 1, 2, 3)}  # ZeRO's, of each engine
-# Every engine's, for all parameters.
+STAGES = {"scratch": (0, 1, 2, 3), "ddp": (0,), "fsdp": (3,), "deepspeed": (0, 1, 2, 3)}  # of ZeRO, by engine
+# Settings of the optimizer in every engine, for all parameters.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What a training loop needs of an engine, and the bytes this rank holds when asked."""
+    """The functions of an engine that a training loop calls, and functions that count bytes on this rank."""
 
-    forward_backward: Callable[[Tensor], float | None]  # of the step's whole batch, (B, T); returns its loss
+    forward_backward: Callable[[Tensor], float | None]  # takes the whole batch of a step, (B, T), returns its loss
     step: Callable[[], Any]
     parameters: Callable[[], int]
     gradients: Callable[[], int]
     optimizer: Callable[[], dict[str, int]]
-    sent: Callable[[], int | None] = lambda: None  # by this rank since the start; None where the engine hides it
+    sent: Callable[[], int | None] = lambda: None  # bytes that this rank has sent; None where the engine hides them
     place: tuple[int, ...] | None = None  # of this rank in a mesh (pp, dp, tp)
 
 
 def check(job: Job) -> None:
-    """Raise SpecError where the engine has no such stage or method, NotAvailable where it is not installed."""
+    """Raise SpecError if the engine does not have the stage or method, and NotAvailable if it is not installed."""
     engine, stage = job.engine, job.run.zero
     if job.method not in METHODS:
         raise SpecError(f"method={job.method!r} is not one of {', '.join(METHODS)}")
@@ -60,7 +60,7 @@ def check(job: Job) -> None:
 
 
 def replica(job: Job) -> Engine:
-    """Return the job's engine on a GPT that follows from torch's seed; ZeRO's stage 0 is data parallelism."""
+    """Return the job's engine for a GPT whose weights follow from torch's seed. ZeRO's stage 0 is data parallelism."""
     model, stage = GPT(tiny_gpt()), job.run.zero
     if job.engine == "scratch":
         return zero(model, stage) if stage else scratch(model, job.method)
@@ -70,7 +70,7 @@ def replica(job: Job) -> Engine:
 
 
 def local(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of the tensors on this rank: of a DTensor, of its local part."""
+    """Return the bytes of the tensors on this rank; of a DTensor, its local part counts."""
     return storage_bytes(getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
 
 
@@ -81,11 +81,11 @@ def states(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def by_adamw(
-    parameters: Iterable[nn.Parameter], forward_backward: Callable[[Tensor], float | None], **more: Any
+    parameters: Iterable[nn.Parameter], forward_backward: Callable[[Tensor], float | None], **fields: Any
 ) -> Engine:
     """Return the engine whose step is torch's AdamW on `parameters`."""
     parameters = list(parameters)
-    optimizer = torch.optim.AdamW(parameters, foreach=False, **ADAMW)  # foreach refuses a DTensor beside a Tensor
+    optimizer = torch.optim.AdamW(parameters, foreach=False, **ADAMW)  # foreach refuses to mix DTensors and Tensors
 
     def step() -> None:
         optimizer.step()
@@ -97,7 +97,7 @@ def by_adamw(
         parameters=lambda: local(parameters),
         gradients=lambda: local(p.grad for p in parameters),
         optimizer=lambda: states(optimizer),
-        **more,
+        **fields,
     )
 
 
@@ -106,9 +106,9 @@ def on_my_sequences(
     backward: Callable[[Tensor], Any] = Tensor.backward,
     finish: Callable[[], Any] = lambda: None,
 ) -> Callable[[Tensor], float]:
-    """Return forward and backward on this rank's share of a batch, (B, T); the loss they return is over all ranks.
+    """Return a function that runs forward and backward on this rank's share of a batch, (B, T).
 
-    `finish` runs after backward: gradients are averaged then.
+    It returns the mean loss over all ranks. `finish` runs after backward, and may average the gradients.
     """
 
     def forward_backward(ids_BT: Tensor) -> float:
@@ -125,7 +125,7 @@ def on_my_sequences(
 
 
 def scratch(model: nn.Module, method: str) -> Engine:
-    """Data parallelism of data_parallel.py."""
+    """Return data parallelism as in techniques/data_parallel.py."""
     if method == "naive":
         same_model(model)
         sent = [0]
@@ -139,12 +139,12 @@ def scratch(model: nn.Module, method: str) -> Engine:
 
 
 def ddp(model: nn.Module) -> Engine:
-    """torch.nn.parallel.DistributedDataParallel."""
+    """Return torch.nn.parallel.DistributedDataParallel."""
     return by_adamw(model.parameters(), on_my_sequences(nn.parallel.DistributedDataParallel(model)))
 
 
 def zero(model: GPT, stage: int) -> Engine:
-    """The stages of zero.py; a unit is a block."""
+    """Return a stage of techniques/zero.py; a unit is a block."""
     shared = Zero(model, list(model.h), stage, torch.optim.AdamW, **ADAMW)
     return Engine(
         on_my_sequences(model, shared.backward),
@@ -157,7 +157,7 @@ def zero(model: GPT, stage: int) -> Engine:
 
 
 def fsdp(model: GPT) -> Engine:
-    """torch.distributed.fsdp.fully_shard (FSDP2): ZeRO-3, parameters cut along their first dimension."""
+    """Return torch.distributed.fsdp.fully_shard (FSDP2), which is ZeRO-3 with parameters cut along dimension 0."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shard_units(model, model.h, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -165,25 +165,25 @@ def fsdp(model: GPT) -> Engine:
 
 
 def quiet_deepspeed() -> None:
-    """Make DeepSpeed use the CPU, through gloo, whatever else this machine has."""
+    """Make DeepSpeed use the CPU and gloo, whatever GPU this machine has."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     compat.check("deepspeed")
     compat.check("deepspeed.ops")
     import deepspeed as library
 
-    # Its own collectives for a CPU would be compiled at first use, in minutes; gloo's do the same.
+    # DeepSpeed would compile its own CPU collectives at first use, which takes minutes. Those of gloo do the same.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def deepspeed(model: nn.Module, stage: int, **settings: Any) -> Engine:
-    """deepspeed.initialize at stages 0 to 3, in fp32, with more `settings` of zero_optimization."""
+    """Return deepspeed.initialize at stages 0 to 3, in fp32, with further `settings` of zero_optimization."""
     quiet_deepspeed()
     import deepspeed as library
 
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # the loop hands over whole batches; it only scales accumulation
+        "train_micro_batch_size_per_gpu": 1,  # not the real size; DeepSpeed only needs it to count accumulation steps
         "zero_optimization": {"stage": stage, **settings},
-        **DEEPSPEED_COMMON,  # among it: torch's AdamW, so that all engines step alike
+        **DEEPSPEED_COMMON,  # allows torch's AdamW, so that all engines make the same update
     }
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
@@ -205,7 +205,7 @@ def _deepspeed_gradients(engine: Any, stage: int) -> int:
 
 
 def _master(engine: Any) -> dict[str, int]:
-    """Return the bytes of the flat copy of the parameters that DeepSpeed steps, in fp32 too."""
+    """Return the bytes of the flat copy of the parameters that DeepSpeed updates, which exists in fp32 too."""
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
         if groups := getattr(engine.optimizer, name, None):
             return {"master": local(groups)}

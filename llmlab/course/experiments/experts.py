@@ -1,8 +1,8 @@
-"""Train one small Llama whose MLPs are experts: how evenly they are used, which tokens are dropped, what that costs.
+"""Train a small Llama with experts as MLPs, and measure how evenly they are used and how much dropped tokens cost.
 
     python -m llmlab.course.experiments experts --balance 0.01 --steps 150
 
-One process; weights and batches follow from the seed. `balance` records what the page on experts shows.
+It uses one process, and the seed determines weights and batches. `balance.py` records the numbers of the page.
 
     T  tokens of a batch    E  experts    K  experts per token
 """
@@ -31,9 +31,9 @@ SEQUENCES = 16  # of a batch
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a batch met: `loss` in nats per token, `load` of every layer and expert as a multiple of an equal share,
-    `dropped`, the share of choices that no expert served."""
+class Routing:
+    """Loss and routing of some batches: `loss` in nats per token, the `load` of every layer and expert as a multiple of
+    an equal share, and `dropped`, the share of choices that no expert served."""
 
     loss: float
     load: list[list[float]]
@@ -45,18 +45,18 @@ class Seen:
 
 
 def build(experts: int = 8, k: int = 1, factor: float | None = None, seed: int = 0) -> Llama:
-    """Return a Llama with `MoE` in the place of every MLP; `factor` is the capacity's (None: no token is dropped)."""
+    """Return a Llama whose MLPs are replaced by `MoE`; with a capacity `factor` of None, no token is dropped."""
     check_seed(seed)
     torch.manual_seed(seed)
-    whole = Llama(model(CONFIG))
-    for block in whole.layers:
+    llama = Llama(model(CONFIG))
+    for block in llama.layers:
         block.mlp = MoE(CONFIG["hidden_size"], WIDTH, experts, k, factor)
-    return whole
+    return llama
 
 
-def layers_of(whole: Llama) -> list[MoE]:
-    """Return the MoE of each block, the first block's first."""
-    return [module for module in whole.modules() if isinstance(module, MoE)]
+def moe_layers(llama: Llama) -> list[MoE]:
+    """Return the MoE of each block, in the order of the blocks."""
+    return [module for module in llama.modules() if isinstance(module, MoE)]
 
 
 def trained(balance: float = 0.0, steps: int = 150, seed: int = 0, **mixture: Any) -> Llama:
@@ -64,35 +64,35 @@ def trained(balance: float = 0.0, steps: int = 150, seed: int = 0, **mixture: An
     check_counts(steps=steps)
     if not balance >= 0:
         raise SpecError(f"balance={balance} is not a coefficient >= 0")
-    whole, (ids, _) = build(**mixture, seed=seed), split(CONFIG["vocab_size"])
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
+    llama, (ids, _) = build(**mixture, seed=seed), split(CONFIG["vocab_size"])
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=3e-3)
     for step in range(steps):
         batch = windows(ids, SEQUENCES, SEQ_LEN, batch_seed(seed, step))
-        loss = next_token_loss(whole(batch), batch)
-        imbalance = sum(balancing_loss(layer.logits, layer.chosen) for layer in layers_of(whole))
+        loss = next_token_loss(llama(batch), batch)
+        imbalance = sum(balancing_loss(layer.logits, layer.chosen) for layer in moe_layers(llama))
         (loss + balance * imbalance).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole
+    return llama
 
 
 @torch.no_grad()
-def seen(whole: Llama, factor: float | None = None, batches: int = 8) -> Seen:
-    """Return what held-out batches meet with this capacity factor, whatever the model was trained with."""
-    (_, ids), seen_by_batch = split(CONFIG["vocab_size"]), []
-    layers = layers_of(whole)
-    before = [layer.factor for layer in layers]
+def evaluate(llama: Llama, factor: float | None = None, batches: int = 8) -> Routing:
+    """Return loss and routing of held-out batches with this capacity factor, and restore the model's own factor."""
+    (_, ids), rows = split(CONFIG["vocab_size"]), []
+    layers = moe_layers(llama)
+    factors = [layer.factor for layer in layers]
     for layer in layers:
         layer.factor = factor
     for number in range(batches):
         batch = windows(ids, SEQUENCES, SEQ_LEN, batch_seed(10**6, number))
-        loss = next_token_loss(whole(batch), batch).item()
+        loss = next_token_loss(llama(batch), batch).item()
         load = [F.one_hot(layer.chosen.flatten(), layer.count).float().mean(0) * layer.count for layer in layers]
-        seen_by_batch.append((loss, torch.stack(load), sum(layer.dropped for layer in layers) / len(layers)))
-    for layer, kept in zip(layers, before, strict=True):
-        layer.factor = kept
-    losses, loads, dropped = zip(*seen_by_batch, strict=True)
-    return Seen(sum(losses) / batches, (sum(loads) / batches).tolist(), sum(dropped) / batches)
+        rows.append((loss, torch.stack(load), sum(layer.dropped for layer in layers) / len(layers)))
+    for layer, own_factor in zip(layers, factors, strict=True):
+        layer.factor = own_factor
+    losses, loads, dropped = zip(*rows, strict=True)
+    return Routing(sum(losses) / batches, (sum(loads) / batches).tolist(), sum(dropped) / batches)
 
 
 def main(arguments: list[str] | None = None, name: str = "experts") -> None:
@@ -105,16 +105,16 @@ def main(arguments: list[str] | None = None, name: str = "experts") -> None:
         "--steps": (150, "optimizer steps (default 150)"),
         **SEED,
     }
-    command(name, "Train a small mixture of experts.", options, with_less_and_less_capacity, arguments, "\n".join)
+    command(name, "Train a small mixture of experts.", options, compare_capacities, arguments, "\n".join)
 
 
-def with_less_and_less_capacity(**options: Any) -> list[str]:
-    """Train, and return a line for each capacity factor: what held-out text meets with it."""
-    whole, lines = trained(**options), []
+def compare_capacities(**options: Any) -> list[str]:
+    """Train, and return a line for each capacity factor with the loss and the routing of held-out text."""
+    llama, lines = trained(**options), []
     for factor in (None, 2.0, 1.25, 1.0, 0.75, 0.5):
-        met = seen(whole, factor)
-        shown = f"capacity factor {factor}: loss {met.loss:.3f} nats a token, {met.dropped:.0%} dropped"
-        lines.append(f"{shown}, busiest expert {met.busiest:.1f} equal shares")
+        routing = evaluate(llama, factor)
+        line = f"capacity factor {factor}: loss {routing.loss:.3f} nats a token, {routing.dropped:.0%} dropped"
+        lines.append(f"{line}, busiest expert {routing.busiest:.1f} equal shares")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Checks of attention's kernels without a GPU: errors against PyTorch in fp64, and registers of tile sizes."""
+"""Checks of attention kernels without a GPU: their errors relative to PyTorch in fp64, and registers by tile size."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def compiled_tiles(head_size: int = 64) -> list[TileCost]:
 
     Returns an empty list where Triton cannot be installed (macOS, Windows).
     """
-    wanted: list[tuple[str, int, int, int, int, bool]] = []
+    tiles: list[tuple[str, int, int, int, int, bool]] = []
     jobs: list[tuple[Any, ...]] = []
     for gpu, arch, stages in (("A100", 80, 1), ("H100", 90, 2)):  # on an A100, two stages spill more
         for keys, queries, warps, depth in ((64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, stages)):
             sizes, options = {"M": queries, "N": keys}, {"num_warps": warps, "num_stages": depth}
             chosen = tiles_for(head_size, 2, divmod(arch, 10), backward=True) == {**sizes, **options}
             constants = {"CAUSAL": True, "D": head_size, "WIDTH": head_size, **sizes}
-            wanted.append((gpu, keys, queries, warps, depth, chosen))
+            tiles.append((gpu, keys, queries, warps, depth, chosen))
             jobs.append(("attention", "keys_kernel", "bf16", constants, options, arch))
     if not triton:
         return []
     results = ptx.in_its_own_process("compile_kernel", jobs)
     costs = []
-    for (gpu, keys, queries, warps, depth, chosen), result in zip(wanted, results, strict=True):
+    for (gpu, keys, queries, warps, depth, chosen), result in zip(tiles, results, strict=True):
         registers, spilled = int(result[-3]), int(result[-2])
         costs.append(TileCost(gpu, keys, queries, warps, depth, chosen, registers, spilled))
     return costs

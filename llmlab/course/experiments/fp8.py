@@ -1,4 +1,4 @@
-"""A small Llama for the page on fp8: it is trained for some updates, and its linear layers show what they multiply."""
+"""A small Llama for the page on fp8: a short training run, and the operands of its linear layers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def loss_of(llama: nn.Module, ids: Tensor) -> Tensor:
 
 
 def trained(convert: Convert | None, seed: int, updates: int) -> Llama:
-    """Return a small Llama after so many updates of AdamW; `convert` changes its layers before the first one.
+    """Return a small Llama after `updates` updates of AdamW; `convert` changes its layers before the first one.
 
-    The seed decides the first weights and the order of the text, which are the same whatever `convert` does.
+    The seed determines the initial weights and the order of the text, whatever `convert` does.
     """
     llama = small_llama(seed)
     if convert:
@@ -65,16 +65,16 @@ def held_out_loss(llama: nn.Module) -> float:
 def operands(llama: Llama, seed: int = 0) -> dict[str, list[Tensor]]:
     """Return the inputs, the weights and the gradients of the outputs of all linear layers, in one forward and backward
     pass on new text."""
-    found: dict[str, list[Tensor]] = {"inputs": [], "weights": [], "gradients": []}
+    tensors: dict[str, list[Tensor]] = {"inputs": [], "weights": [], "gradients": []}
 
     def forward(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        found["inputs"].append(inputs[0].detach().flatten(0, -2))
-        found["weights"].append(layer.get_parameter("weight").detach())
-        output.register_hook(lambda gradient: found["gradients"].append(gradient.flatten(0, -2)))
+        tensors["inputs"].append(inputs[0].detach().flatten(0, -2))
+        tensors["weights"].append(layer.get_parameter("weight").detach())
+        output.register_hook(lambda gradient: tensors["gradients"].append(gradient.flatten(0, -2)))
 
     layers = [layer for layer in llama.layers.modules() if isinstance(layer, nn.Linear)]
     hooks = [layer.register_forward_hook(forward) for layer in layers]
     (loss_of(llama, windows(text()[1], MICRO_BATCH, TOKENS + 1, seed)) / FEWER).backward()
     for hook in hooks:
         hook.remove()
-    return found
+    return tensors

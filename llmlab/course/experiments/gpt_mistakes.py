@@ -2,7 +2,7 @@
 
     python -m llmlab.course.experiments gpt_mistakes --steps 500 --json
 
-trains them again. With its output in `STORED`, `stored_curves` returns it.
+trains them again. `stored_curves` returns the stored output of this command.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def bigram_loss(training: Tensor, validation: Tensor, vocab: int) -> float:
     """
     pairs = torch.zeros(vocab, vocab)
     pairs.index_put_((training[:-1], training[1:]), torch.tensor(1.0), accumulate=True)
-    seen = pairs > 0
-    variety = (seen.sum(0) + 1.0) / (seen.sum() + vocab)
+    occurs = pairs > 0
+    variety = (occurs.sum(0) + 1.0) / (occurs.sum() + vocab)
     counts = pairs.sum(1, keepdim=True)
-    table = ((pairs - 0.75).clamp(min=0) + 0.75 * seen.sum(1, keepdim=True) * variety) / counts.clamp(min=1)
+    table = ((pairs - 0.75).clamp(min=0) + 0.75 * occurs.sum(1, keepdim=True) * variety) / counts.clamp(min=1)
     table[counts[:, 0] == 0] = variety
     return -table[validation[:-1], validation[1:]].log().mean().item()
 
@@ -77,7 +77,7 @@ def run(steps: int, seeds: int) -> dict[str, Any]:
     rates = {name: [curve(name, steps, 0, rate)[-1][1] for rate in RATES] for name in MODELS}
     best = {name: RATES[losses.index(min(losses))] for name, losses in rates.items()}
     runs = {name: [curve(name, steps, seed, best[name]) for seed in range(seeds)] for name in MODELS}
-    curves = {name: [[loss for _, loss in one] for one in of_seeds] for name, of_seeds in runs.items()}
+    curves = {name: [[loss for _, loss in curve] for curve in seeds] for name, seeds in runs.items()}
     training, validation = split(vocab=BYTES)
     bigram = round(bigram_loss(training, validation, BYTES), 4)
     return {"steps": [step for step, _ in runs["right"][0]], "rates": rates, "curves": curves, "bigram": bigram}
@@ -90,8 +90,8 @@ def stored_curves() -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> str:
     """Return the last loss of each run as lines."""
-    ends = {name: [f"{curve[-1]:.3f}" for curve in curves] for name, curves in result["curves"].items()}
-    lines = [f"{name}: {', '.join(losses)}" for name, losses in ends.items()]
+    last_losses = {name: [f"{curve[-1]:.3f}" for curve in curves] for name, curves in result["curves"].items()}
+    lines = [f"{name}: {', '.join(losses)}" for name, losses in last_losses.items()]
     return "\n".join([*lines, f"bigram table: {result['bigram']:.3f}"])
 
 

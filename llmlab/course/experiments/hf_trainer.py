@@ -1,11 +1,11 @@
-"""ZeRO by Hugging Face's Trainer and DeepSpeed: one script for every launcher.
+"""ZeRO with Hugging Face's Trainer and DeepSpeed: one script for every launcher.
 
     torchrun --nproc-per-node 2 -m llmlab.course.experiments.hf_trainer --stage 3
     accelerate launch --cpu --num_processes 2 -m llmlab.course.experiments.hf_trainer --stage 2
     deepspeed --num_accelerators 2 --module llmlab.course.experiments.hf_trainer --stage 1
 
-On GPUs leave --cpu out. A launcher starts the ranks and tells each its number in RANK, LOCAL_RANK and WORLD_SIZE; the
-rest is the script's. Stage 0 is torch's DDP, without DeepSpeed. Rank 0 prints one line of JSON for all ranks.
+On GPUs, leave --cpu out. A launcher starts the ranks and sets RANK, LOCAL_RANK and WORLD_SIZE for each of them; the
+script does everything else. Stage 0 is torch's DDP, without DeepSpeed. Rank 0 prints one line of JSON for all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def deepspeed_config(stage: int) -> dict:
 
 
 def train(stage: int, steps: int, micro_batch: int = 2) -> dict:
-    """Train in this rank of what a launcher started; return losses by step and the bytes of parameters on it."""
+    """Train in this rank; return the loss of each step and the bytes of parameters on the rank."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -69,21 +69,21 @@ def train(stage: int, steps: int, micro_batch: int = 2) -> dict:
     return {"rank": int(os.environ.get("RANK", 0)), "world": world, "losses": losses, "parameters": resident_bytes}
 
 
-def of_all_ranks(mine: dict) -> list[dict] | None:
-    """Return on rank 0 what each rank has, by rank, else None: lines that several processes print can run into one.
+def gather_results(mine: dict) -> list[dict] | None:
+    """Return the results of all ranks on rank 0, which prints them alone, and None on the other ranks.
 
-    All leave the process group: a rank that ends in it can take others along.
+    All ranks leave the process group, because a rank that exits inside it can stop the others.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return [mine]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    results: list = [None] * dist.get_world_size()
+    dist.all_gather_object(results, mine)
     first = dist.get_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
-    return everyone if first else None
+    return results if first else None
 
 
 def main(arguments: list[str] | None = None, name: str = "hf_trainer") -> None:
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None, name: str = "hf_trainer") -> None:
                 f"stage={stage} without a launcher: WORLD_SIZE, which says how many ranks train, is not set; give the "
                 f"number to one, as in torchrun --nproc-per-node 2 -m {__package__}.hf_trainer --stage {stage}"
             )
-        return of_all_ranks(train(stage, steps))
+        return gather_results(train(stage, steps))
 
     options = {
         "--stage": (2, None, {"choices": range(4)}),

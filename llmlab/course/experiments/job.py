@@ -1,4 +1,4 @@
-"""What an experiment trains: a Training by some engine, for some steps; and the two small models."""
+"""The job of an experiment, which is a Training by an engine for some steps, and the two small models."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from ...base.errors import SpecError, check_counts
 from ...specs.model import ModelSpec, model
 from ...specs.run import Training
 
-# 78 144 parameters. Every first dimension divides by 2 and 4 (FSDP2 cuts there), every unit by 2, 3 and 4.
+# 78,144 parameters. FSDP2 cuts the first dimension of each parameter, so 2 and 4 divide all of them. The parameters of
+# each unit are a multiple of 2, 3 and 4.
 TINY_GPT: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 384, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.05,
 }  # fmt: skip
 
-# Heads, key heads, MLP width, vocabulary and layers all divide by 2 and 4. Untied: first and last stage share nothing.
+# 2 and 4 divide the heads, key heads, MLP width, vocabulary and layers. The head is untied, so that the first and the
+# last stage share nothing.
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.05,
 }  # fmt: skip
-SEQ_LEN = 64  # of both, at most
+SEQ_LEN = 64  # the longest sequence of both
 
-# What each experiment reads of a Training, beside micro_batch and seq_len.
+# The fields of a Training that each experiment uses, in addition to micro_batch and seq_len.
 FIELDS = {
     "data_parallel": ("dp",),
     "zero": ("dp", "zero"),
@@ -37,10 +39,10 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: `run` by `engine`, `steps` optimizer steps long, weights and batches from `seed` alone.
+    """`steps` optimizer steps of `run` by `engine`. The `seed` determines weights and batches.
 
-    `experiment` is a name of `python -m llmlab.course.experiments`. Raises SpecError for what cannot be, and for what
-    the experiment would not heed.
+    `experiment` is a name of `python -m llmlab.course.experiments`. Raises SpecError for impossible values, and for
+    fields of `run` that the experiment would ignore.
     """
 
     experiment: str
@@ -49,8 +51,8 @@ class Job:
     steps: int = 20
     seed: int = 0
     method: str = "buckets"  # of data_parallel from scratch: naive, hooks, buckets
-    schedule: str = "1f1b"  # of a pipeline, as the next
-    virtual_stages: int = 1  # per rank
+    schedule: str = "1f1b"  # of a pipeline
+    virtual_stages: int = 1  # of a pipeline, per rank
 
     def __post_init__(self) -> None:
         check_counts(steps=self.steps)
@@ -67,7 +69,7 @@ class Job:
 
 
 def check_seed(seed: int) -> None:
-    """Raise SpecError unless the seed is one that `batch_seed` makes a seed of torch's generators of."""
+    """Raise SpecError unless `batch_seed` can turn the seed into one for torch's generators."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         raise SpecError(f"seed={seed!r} is not a whole number from 0 to {2**31 - 1}")
 

@@ -1,9 +1,9 @@
-"""Start the experiment `cluster` by each launcher, on this machine, and end all that it started.
+"""Start the experiment `cluster` on this machine by each launcher, and end all its processes.
 
-    run("torchrun", "--steps", "8")     # what rank 0 printed
+    run("torchrun", "--steps", "8")     # returns the result that rank 0 prints
 
-A launcher starts processes, tells each its number in environment variables, and ends all of them when one fails. Two
-`nodes` are two torchruns that find each other at an address, as on a cluster; here both are on this machine.
+A launcher starts processes, numbers them in environment variables, and ends all of them when one fails. Two nodes are
+two torchruns that find each other at an address, as on a cluster; here both run on this machine.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ def commands(launcher: str, port: int, accelerate_config: str = "", restarts: in
     two_nodes = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
     two_nodes += ["--master-port", str(port)]
     accelerate = ["accelerate", "launch", "--config_file", accelerate_config, "--main_process_port", str(port)]
-    each = {
+    by_launcher = {
         "python": [[sys.executable, "-m", SCRIPT]],
         "torchrun": [[*one_node, "-m", SCRIPT]],
         "torchrun, 2 nodes": [[*two_nodes, "--node-rank", str(node), "-m", SCRIPT] for node in (0, 1)],
         "accelerate": [[*accelerate, "-m", SCRIPT]],
         "deepspeed": [["deepspeed", "--num_accelerators", "2", "--master_port", str(port), "--module", SCRIPT]],
     }
-    if launcher not in each:
+    if launcher not in by_launcher:
         raise SpecError(f"launcher={launcher!r} is not one of {', '.join(LAUNCHERS)}")
-    return each[launcher]
+    return by_launcher[launcher]
 
 
 def environment(base: dict[str, str] | None = None) -> dict[str, str]:
-    """Return `base`, or this process's environment, for ranks on this machine's CPU, numbered by nobody yet."""
-    given = os.environ if base is None else base
-    kept = {name: value for name, value in given.items() if name not in SHOWN}
-    here = str(Path(sys.executable).parent)  # the launchers are there, and deepspeed looks there for python
-    paths = {"PATH": os.pathsep.join([here, kept.get("PATH", "")])}
+    """Return the environment for a launcher: `base`, by default that of this process, without the numbers of a rank."""
+    variables = os.environ if base is None else base
+    inherited = {name: value for name, value in variables.items() if name not in SHOWN}
+    scripts = str(Path(sys.executable).parent)  # the launchers are there, and deepspeed looks there for python
+    paths = {"PATH": os.pathsep.join([scripts, inherited.get("PATH", "")])}
     package = str(Path(__file__).parents[2])
-    paths["PYTHONPATH"] = os.pathsep.join([package, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [package])
+    paths["PYTHONPATH"] = os.pathsep.join(filter(None, [package, inherited.get("PYTHONPATH")]))
     cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    # After a restart torchrun's store still has the addresses of the dead, and a rank that asks before its neighbour
-    # has written a new one gets the old (torch 2.13): give every start a store of its own.
-    return {**kept, **paths, **loopback(), **cpu, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # After a restart, torchrun's store still has the addresses of dead processes, and a rank that asks too early gets
+    # an old one (torch 2.13). This variable gives every start a store of its own.
+    return {**inherited, **paths, **loopback(), **cpu, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def run(launcher: str, *arguments: str, restarts: int = 0, limit: float = 240.0) -> dict:
-    """Start the experiment with `arguments`; return what its rank 0 printed.
+    """Start the experiment with `arguments`; return the result that its rank 0 prints.
 
-    Raises NotAvailable where the launcher is not installed, RuntimeError, with what was said, where a node's launcher
-    failed or took longer than `limit` seconds. Nothing that was started is left running.
+    Raises NotAvailable if the launcher is not installed, and RuntimeError, with the last lines of its errors, if the
+    launcher of a node fails or takes longer than `limit` seconds. No process is left running.
     """
     text = partial(TemporaryFile, "w+", encoding="utf-8")
     with TemporaryDirectory() as folder, text() as out, text() as errors:
@@ -82,8 +82,8 @@ def run(launcher: str, *arguments: str, restarts: int = 0, limit: float = 240.0)
         try:
             for command in commands(launcher, free_port(), str(config), restarts):
                 whole = [*command, *arguments]
-                start = subprocess.Popen(whole, env=environment(), stdout=out, stderr=errors, start_new_session=True)
-                nodes.append(start)
+                node = subprocess.Popen(whole, env=environment(), stdout=out, stderr=errors, start_new_session=True)
+                nodes.append(node)
             codes = _codes(nodes, limit)
         except FileNotFoundError:
             raise NotAvailable(f"{launcher} is not installed: pip install 'llmlab[distributed]'") from None
@@ -91,18 +91,18 @@ def run(launcher: str, *arguments: str, restarts: int = 0, limit: float = 240.0)
             for node in nodes:
                 end(node)
         if any(codes):
-            raise RuntimeError(f"{launcher} ended with {codes}\n{_said(errors)}")
+            raise RuntimeError(f"{launcher} ended with {codes}\n{_last_lines(errors)}")
         if None in codes:
-            raise RuntimeError(f"{launcher} is not done after limit={limit} s\n{_said(errors)}")
+            raise RuntimeError(f"{launcher} is not done after limit={limit} s\n{_last_lines(errors)}")
         out.seek(0)
         (line,) = [line for line in out if line.startswith('{"ranks"')]
         return json.loads(line)
 
 
 def _codes(nodes: list[subprocess.Popen], limit: float) -> list[int | None]:
-    """Return the exit codes when all have ended, or one has failed, or `limit` seconds are over; None: it still runs.
+    """Return the exit codes once all nodes have ended, one has failed, or `limit` seconds have passed.
 
-    A node whose partner has failed waits for it, minutes long.
+    A node that still runs has None. A node whose partner has failed would wait for it for minutes.
     """
     deadline = time.monotonic() + limit
     while True:
@@ -114,20 +114,20 @@ def _codes(nodes: list[subprocess.Popen], limit: float) -> list[int | None]:
             return codes
 
 
-def _said(errors: IO[str]) -> str:
+def _last_lines(errors: IO[str]) -> str:
     errors.seek(0)
     return errors.read()[-4000:]
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill what is left of a process started in a session of its own, and of all that came from it."""
+    """Kill a process that was started in a session of its own, and all its descendants."""
     end_all([process.pid], alive=[process.pid] if process.poll() is None else [])
     process.wait()
 
 
 def readers(name: str, *packages: str) -> list[str]:
     """Return the `packages` whose distributed Python code contains the environment variable `name`."""
-    word, found = re.compile(rf"(?<!\w){name}(?!\w)"), []
+    word, matching = re.compile(rf"(?<!\w){name}(?!\w)"), []
     for package in packages:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
@@ -135,12 +135,12 @@ def readers(name: str, *packages: str) -> list[str]:
         root = Path(spec.origin).parent
         files = (root / "distributed" if package == "torch" else root).rglob("*.py")
         if any(word.search(file.read_text("utf-8")) for file in files):
-            found.append(package)
-    return found
+            matching.append(package)
+    return matching
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nobody listens now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a port of this machine on which no process listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -10,9 +10,8 @@ optimizer, peak learning rate, warm-up and seed.
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...data import split, windows
+from ...data import split
 from ..architectures.gpt import GPT
-from ..techniques.learning_rate import clip_gradients, warmup_cosine
+from ..techniques.learning_rate import warmup_cosine
 from ..techniques.optimizers import Adafactor, AdamW, Lion, root_mean_square
 from ..techniques.optimizers_8bit import AdamW8bit
-from ..techniques.training_loop import batch_seed, next_token_loss
+from ..techniques.training_loop import Recipe
+from .sweeps import final_loss, fit, grouped, record
 
 RESULTS = Path(__file__).with_suffix(".json")
 VOCAB, BATCH, LENGTH, STEPS, WARMUP = 512, 8, 64, 200, 20
+RECIPE = Recipe(micro_batch=BATCH, seq_len=LENGTH, eval_batches=16)
 SEEDS = (0, 1, 2)  # of the initial weights and of the batches
 TINY_GPT: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": LENGTH,
@@ -60,27 +61,27 @@ class Both(Optimizer):
         self.param_groups = [*first.param_groups, *second.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for one in self.pair:
-            one.zero_grad(set_to_none)
+        for optimizer in self.pair:
+            optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for one in self.pair:
-            one.step()
+        for optimizer in self.pair:
+            optimizer.step()
 
 
 def muon(model: nn.Module) -> Optimizer:
     """Return Muon for the matrices of the blocks and AdamW for everything else, at comparable learning rates."""
     hidden = [w for name, w in model.named_parameters() if w.ndim == 2 and name.startswith("h.")]
-    others = [w for name, w in model.named_parameters() if not (w.ndim == 2 and name.startswith("h."))]
+    remaining = [w for name, w in model.named_parameters() if not (w.ndim == 2 and name.startswith("h."))]
     matrices = torch.optim.Muon(hidden, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    return Both(matrices, torch.optim.AdamW(others, lr=1.0, weight_decay=0.1))
+    return Both(matrices, torch.optim.AdamW(remaining, lr=1.0, weight_decay=0.1))
 
 
 def large_norm_steps(model: nn.Module) -> Optimizer:
     """Return AdamW with 30 times the learning rate for the weights of norms."""
     norms = [w for name, w in model.named_parameters() if "ln" in name and name.endswith("weight")]
-    others = [w for name, w in model.named_parameters() if not ("ln" in name and name.endswith("weight"))]
-    groups: list[dict[str, Any]] = [{"params": norms, "scale": 30.0}, {"params": others}]
+    remaining = [w for name, w in model.named_parameters() if not ("ln" in name and name.endswith("weight"))]
+    groups: list[dict[str, Any]] = [{"params": norms, "scale": 30.0}, {"params": remaining}]
     return torch.optim.AdamW(groups, lr=1.0, weight_decay=0.1)
 
 
@@ -120,20 +121,11 @@ def new_gpt(seed: int) -> GPT:
 
 
 def learn(optimizer: str, rate: float, seed: int, schedule: str = "warm-up", steps: int = STEPS) -> Result:
-    """Train the tiny GPT and return its held-out loss. `steps` below `STEPS` stops early and keeps the schedule."""
-    training, held_out = texts()
-    model = new_gpt(seed)
+    """Train the tiny GPT and return its held-out loss. With fewer `steps`, the schedule is the same but ends early."""
+    (training, held_out), model, factor = texts(), new_gpt(seed), SCHEDULES[schedule]
     rule = OPTIMIZERS[optimizer][0](model)
-    for step in range(steps):
-        for group in rule.param_groups:
-            group["lr"] = rate * SCHEDULES[schedule](step) * group.get("scale", 1.0)
-        ids = windows(training, BATCH, LENGTH, batch_seed(seed, step))
-        loss = next_token_loss(model(ids), ids)
-        rule.zero_grad()
-        loss.backward()
-        clip_gradients(model.parameters(), 1.0)
-        rule.step()
-    return Result(optimizer, schedule, rate, seed, held_out_loss(model, held_out))
+    fit(model, rule, training, RECIPE, seed, range(steps), lambda step: rate * factor(step))
+    return Result(optimizer, schedule, rate, seed, final_loss(model, held_out, RECIPE))
 
 
 @cache
@@ -142,19 +134,12 @@ def texts() -> tuple[Tensor, Tensor]:
     return split(VOCAB)
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, ids: Tensor) -> float:
-    """Return the mean loss over 128 windows, the same for every model."""
-    batches = [windows(ids, BATCH, LENGTH, seed) for seed in range(16)]
-    loss = sum(next_token_loss(model(batch), batch).item() for batch in batches) / len(batches)
-    return loss if math.isfinite(loss) else math.inf
-
 
 def plan() -> list[tuple[str, float, int, str]]:
     """Return the arguments of all runs: every optimizer with warm-up, and AdamW and SGD with the other schedules."""
-    wanted = [(name, "warm-up") for name in OPTIMIZERS]
-    wanted += [(name, schedule) for name in ("AdamW", "SGD, momentum") for schedule in ("no warm-up", "moments first")]
-    return [(name, rate, seed, schedule) for name, schedule in wanted for rate in OPTIMIZERS[name][1] for seed in SEEDS]
+    pairs = [(name, "warm-up") for name in OPTIMIZERS]
+    pairs += [(name, schedule) for name in ("AdamW", "SGD, momentum") for schedule in ("no warm-up", "moments first")]
+    return [(name, rate, seed, schedule) for name, schedule in pairs for rate in OPTIMIZERS[name][1] for seed in SEEDS]
 
 
 def results() -> list[Result]:
@@ -164,32 +149,16 @@ def results() -> list[Result]:
 
 def losses(optimizer: str, schedule: str = "warm-up") -> dict[float, list[float]]:
     """Return the recorded losses of an optimizer by learning rate, one for each seed."""
-    found: dict[float, list[float]] = {}
-    for result in results():
-        if (result.optimizer, result.schedule) == (optimizer, schedule):
-            found.setdefault(result.rate, []).append(result.loss)
-    return found
+    rows = (result for result in results() if (result.optimizer, result.schedule) == (optimizer, schedule))
+    return grouped((result.rate, result.loss) for result in rows)
 
 
 def best(by_rate: dict[float, list[float]]) -> tuple[float, list[float]]:
     """Return the learning rate with the lowest mean loss, and the losses of its seeds."""
-    rate = min(by_rate, key=lambda one: sum(by_rate[one]) / len(by_rate[one]))
+    rate = min(by_rate, key=lambda rate: sum(by_rate[rate]) / len(by_rate[rate]))
     return rate, by_rate[rate]
 
 
-def record(runs: Iterable[tuple[str, float, int, str]], path: Path = RESULTS) -> None:
-    """Train `runs` and write their results to `path`."""
-    torch.set_num_threads(1)
-    rows = []
-    for run in runs:
-        result = learn(*run)
-        rows.append([*result[:-1], round(result.loss, 4)])
-        print(*rows[-1], flush=True)
-        path.write_text(
-            '{"command": "python -m llmlab.course.experiments.learning_rates", "torch": "' + torch.__version__
-            + '",\n "runs": [\n  ' + ",\n  ".join(json.dumps(row) for row in rows) + "\n]}\n", encoding="utf-8",
-        )  # fmt: skip
-
-
 if __name__ == "__main__":
-    record(plan(), Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    record(learn, plan(), path, "llmlab.course.experiments.learning_rates")

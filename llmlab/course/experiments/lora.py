@@ -1,4 +1,4 @@
-"""Fine-tuning a tiny Llama on a new kind of text, with all weights or with LoRA: what it learns and what it forgets.
+"""Fine-tuning a tiny Llama on a new kind of text, with all weights or with LoRA: its losses on new and on old text.
 
     python -m llmlab.course.experiments.lora
 
@@ -15,22 +15,24 @@ import json
 import sys
 from collections.abc import Iterable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...data import windows
 from ...specs.run import LoRA
 from ..architectures.small import small_ids, small_model, small_tokenizer
 from ..quantize.formats import nf4
-from ..techniques.learning_rate import clip_gradients, warmup_cosine
+from ..techniques.learning_rate import warmup_cosine
 from ..techniques.lora import adapters, inject, merge
-from ..techniques.training_loop import batch_seed, next_token_loss
+from ..techniques.training_loop import Recipe, evaluate
+from .sweeps import fit, grouped, write
 
 RESULTS = Path(__file__).with_suffix(".json")
 BATCH, LENGTH, STEPS, WARMUP = 2, 128, 200, 10
+TRAINING, EVALUATION = Recipe(micro_batch=BATCH, seq_len=LENGTH), Recipe(micro_batch=8, seq_len=LENGTH, eval_batches=4)
 EVALUATED = (50, 100, STEPS)  # steps after which both losses are computed
 SEEDS = (0, 1, 2)  # of A and of the batches
 ALPHA = 32
@@ -55,7 +57,7 @@ METHODS: dict[str, tuple[LoRA | None, tuple[float, ...]]] = {
     "MLP only, rank 25": (LoRA(25, MLP, ALPHA), (1e-3, 3e-3, 1e-2)),
     "attention only, rank 46": (LoRA(46, ATTENTION, ALPHA), (1e-3, 3e-3, 1e-2)),
 }
-KEPT = (1, 4, 16, 64, 256)  # singular directions of a full update, of at most 256
+KEPT = (1, 4, 16, 64, 256)  # how many of the 256 singular directions of a full update are kept
 
 
 class Result(NamedTuple):
@@ -82,20 +84,18 @@ def texts() -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(new), torch.cat(held_out), small_ids()[1]
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, ids: Tensor) -> float:
-    """Return the mean loss over 32 windows, the same for every model."""
-    batches = [windows(ids, 8, LENGTH, seed) for seed in range(4)]
-    return sum(next_token_loss(model(batch), batch).item() for batch in batches) / len(batches)
+def code_loss(model: nn.Module) -> float:
+    """Return the loss on held-out code."""
+    return evaluate(model, texts()[1], EVALUATION)
 
 
 def both_losses(model: nn.Module) -> tuple[float, float]:
     """Return the losses on held-out code and on held-out documentation."""
-    return held_out_loss(model, texts()[1]), held_out_loss(model, texts()[2])
+    return code_loss(model), evaluate(model, texts()[2], EVALUATION)
 
 
 def through_nf4(weight: Tensor) -> Tensor:
-    """Return the values that a weight has after it was stored in NF4.
+    """Return the values of a weight after a round trip through NF4.
 
     >>> through_nf4(torch.full((1, 64), 0.5)).unique()
     tensor([0.5000])
@@ -127,24 +127,19 @@ def learn(
 ) -> tuple[nn.Module, list[Result]]:
     """Fine-tune `model`, by default the small one, on code, and return it with its losses.
 
-    `steps` below `STEPS` stops early and keeps the schedule.
+    With fewer `steps`, the schedule is the same but ends early.
     """
     model = prepare(method, model or small_model(), seed)
     parameters = [w for w in model.parameters() if w.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
-    found = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * warmup_cosine(step + 1, WARMUP, STEPS, 0.1)
-        ids = windows(texts()[0], BATCH, LENGTH, batch_seed(seed, step))
-        loss = next_token_loss(model(ids), ids)
-        optimizer.zero_grad()
-        loss.backward()
-        clip_gradients(parameters, 1.0)
-        optimizer.step()
-        if step + 1 in EVALUATED:
-            found.append(Result(method, rate, seed, step + 1, *both_losses(model)))
-    return model, found
+    losses = []
+    for start, stop in pairwise((0, *EVALUATED)):
+        numbers = range(start, min(stop, steps))
+        fit(model, optimizer, texts()[0], TRAINING, seed, numbers,
+            lambda step: rate * warmup_cosine(step + 1, WARMUP, STEPS, 0.1))  # fmt: skip
+        if stop <= steps:
+            losses.append(Result(method, rate, seed, stop, *both_losses(model)))
+    return model, losses
 
 
 def with_directions(tuned: nn.Module, rank: int) -> nn.Module:
@@ -173,11 +168,8 @@ def losses_before() -> tuple[float, float]:
 
 def final_losses(method: str) -> dict[float, list[tuple[float, float]]]:
     """Return the (code, documentation) losses after the last step by learning rate, one pair for each seed."""
-    found: dict[float, list[tuple[float, float]]] = {}
-    for result in results():
-        if result.method == method and result.step == STEPS:
-            found.setdefault(result.rate, []).append((result.code, result.docs))
-    return found
+    rows = (result for result in results() if result.method == method and result.step == STEPS)
+    return grouped((result.rate, (result.code, result.docs)) for result in rows)
 
 
 def best_rate(method: str) -> float:
@@ -187,22 +179,16 @@ def best_rate(method: str) -> float:
 
 
 def directions() -> dict[int, list[tuple[float, float]]]:
-    """Return the (code, documentation) losses with the largest directions of full updates, by their number.
+    """Return the (code, documentation) losses with the largest directions of full updates, by how many are kept.
 
     The updates are those of "linear weights" at their best rate, one for each seed.
     """
-    found: dict[int, list[tuple[float, float]]] = {}
-    for rank, _, code, docs in _recorded("directions"):
-        found.setdefault(rank, []).append((code, docs))
-    return found
+    return grouped((rank, (code, docs)) for rank, _, code, docs in _recorded("directions"))
 
 
 def rounded() -> dict[str, list[float]]:
     """Return the losses on code of a base in NF4: before training, after it, and after merging, one for each seed."""
-    found: dict[str, list[float]] = {}
-    for name, _, code in _recorded("nf4"):
-        found.setdefault(name, []).append(code)
-    return found
+    return grouped((name, code) for name, _, code in _recorded("nf4"))
 
 
 def _recorded(part: str) -> list[Any]:
@@ -213,61 +199,54 @@ def record(methods: Iterable[str] = tuple(METHODS), path: Path = RESULTS) -> Non
     """Train by `methods`. Each uses the first seed at growing rates until the loss on code rises, and then the other
     seeds at the best rate."""
     torch.set_num_threads(1)
-    rows: dict[str, list[list[Any]]] = {"runs": [], "directions": [], "nf4": []}
+    record: dict[str, list[Any]] = {"runs": [], "directions": [], "nf4": []}
     for method in methods:
-        losses = {}
+        by_rate = {}
         for rate in METHODS[method][1]:
-            model, found = learn(method, rate, SEEDS[0])
-            losses[rate] = found[-1].code, model
-            _append(rows, "runs", found, path)
-            if losses[rate][0] > min(loss for loss, _ in losses.values()):
-                break  # a larger rate would be worse still
-        best = min(losses, key=lambda rate: losses[rate][0])
-        tuned = [losses[best][1]]
+            model, losses = learn(method, rate, SEEDS[0])
+            by_rate[rate] = losses[-1].code, model
+            _append(record, "runs", losses, path)
+            if by_rate[rate][0] > min(loss for loss, _ in by_rate.values()):
+                break  # a larger rate would be even worse
+        best = min(by_rate, key=lambda rate: by_rate[rate][0])
+        tuned = [by_rate[best][1]]
         for seed in SEEDS[1:]:
-            model, found = learn(method, best, seed)
+            model, losses = learn(method, best, seed)
             tuned.append(model)
-            _append(rows, "runs", found, path)
+            _append(record, "runs", losses, path)
         if method == "linear weights":
             for seed, model in zip(SEEDS, tuned, strict=True):
-                kept = [(rank, seed, *both_losses(with_directions(model, rank))) for rank in KEPT]
-                _append(rows, "directions", kept, path)
+                rows = [(rank, seed, *both_losses(with_directions(model, rank))) for rank in KEPT]
+                _append(record, "directions", rows, path)
         if method == "rank 16":
             for seed in SEEDS:
-                _append(rows, "nf4", _round_and_learn(method, best, seed), path)
+                _append(record, "nf4", _round_and_learn(method, best, seed), path)
 
 
 def _round_and_learn(method: str, rate: float, seed: int) -> list[tuple[str, int, float]]:
-    """Return (name, seed, loss on code) of a base in NF4 and of its adapter, beside the base and merged into it."""
+    """Return (name, seed, loss on code) of a base in NF4, and of its adapter before and after two kinds of merging."""
     base = rounded_model()
-    losses = [("base in NF4", seed, held_out_loss(base, texts()[1]))]
-    model, found = learn(method, rate, seed, base)
-    losses.append(("trained on the base in NF4", seed, found[-1].code))
+    rows = [("base in NF4", seed, code_loss(base))]
+    model, losses = learn(method, rate, seed, base)
+    rows.append(("trained on the base in NF4", seed, losses[-1].code))
     merge(model)
-    losses.append(("merged into fp32", seed, held_out_loss(model, texts()[1])))
+    rows.append(("merged into fp32", seed, code_loss(model)))
     for layer in adapters(model).values():
         layer.base.weight.data = through_nf4(layer.base.weight.data)
-    losses.append(("merged into NF4", seed, held_out_loss(model, texts()[1])))
-    return losses
+    rows.append(("merged into NF4", seed, code_loss(model)))
+    return rows
 
 
-def _append(rows: dict[str, list[list[Any]]], part: str, found: Iterable[Iterable[Any]], path: Path) -> None:
-    """Add rows with rounded losses to a part of the record, print them, and write the record."""
-    for row in found:
-        rows[part].append([round(value, 4) if isinstance(value, float) and value > 0.1 else value for value in row])
-        print(*rows[part][-1], flush=True)
-    write(rows, path)
-
-
-def write(rows: dict[str, list[list[Any]]], path: Path) -> None:
-    """Write the record, a row per line, with its command, the versions of torch and Python, and the text's tokens."""
-    header = {
-        "command": "python -m llmlab.course.experiments.lora", "torch": torch.__version__,
+def _append(record: dict[str, list[Any]], part: str, rows: Iterable[tuple[Any, ...]], path: Path) -> None:
+    """Add rows to a part of the record, print them, and write the record with the facts that it depends on."""
+    for row in rows:
+        record[part].append(row)
+        print(*row, flush=True)
+    facts: dict[str, Any] = {
         "python": sys.version.split()[0], "tokens": [len(ids) for ids in texts()],
         "before": [round(loss, 4) for loss in both_losses(small_model())],
     }  # fmt: skip
-    parts = [f' "{part}": [\n  ' + ",\n  ".join(map(json.dumps, found)) + "\n]" for part, found in rows.items()]
-    path.write_text(f"{json.dumps(header)[:-1]},\n" + ",\n".join(parts) + "}\n", encoding="utf-8")
+    write(path, "llmlab.course.experiments.lora", record, **facts)
 
 
 if __name__ == "__main__":

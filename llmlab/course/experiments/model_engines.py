@@ -1,4 +1,4 @@
-"""A Llama that is cut over ranks: by tensors, by layers and on a mesh, ours from scratch and torch's."""
+"""A Llama that is divided over ranks by tensors, by layers or on a mesh, from scratch or by torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINES = ("scratch", "torch")
 
 
 def check(job: Job) -> None:
-    """Raise SpecError for a cut that cannot be."""
+    """Raise SpecError if the job's degrees do not divide the model."""
     run, spec, stages = job.run, tiny_llama(), job.run.pp * job.virtual_stages
     if job.engine not in ENGINES:
         raise SpecError(f"engine={job.engine!r} is not one of {', '.join(ENGINES)}")
@@ -32,13 +32,13 @@ def check(job: Job) -> None:
         tensor_parallel.check(spec, run.tp, run.seq_len if run.sequence_parallel else None)
         pipeline.check(spec, stages)
     except SpecError as error:
-        given = f"dp={run.dp} × tp={run.tp} × pp={run.pp}"
-        more = f", virtual_stages={job.virtual_stages}" if job.virtual_stages > 1 else ""
-        raise SpecError(f"{error} ({given}{more})") from None
+        degrees = f"dp={run.dp} × tp={run.tp} × pp={run.pp}"
+        virtual = f", virtual_stages={job.virtual_stages}" if job.virtual_stages > 1 else ""
+        raise SpecError(f"{error} ({degrees}{virtual})") from None
 
 
 def share(job: Job) -> Engine:
-    """Return the job's engine on this rank's share of a Llama that follows from torch's seed."""
+    """Return the job's engine for this rank's share of a Llama, whose weights follow from torch's seed."""
     whole, run = Llama(tiny_llama()), job.run
     if job.experiment == "three_d":
         mesh = init_device_mesh("cpu", (run.pp, run.dp, run.tp), mesh_dim_names=("pp", "dp", "tp"))
@@ -50,7 +50,7 @@ def share(job: Job) -> Engine:
 
 
 def shard(whole: Llama, sequence_parallel: bool) -> Engine:
-    """The cut of tensor_parallel.py."""
+    """Return tensor parallelism as in techniques/tensor_parallel.py."""
     mine = tensor_parallel.shard(whole, sequence_parallel)
 
     def forward_backward(ids_BT: Tensor) -> float:
@@ -64,7 +64,7 @@ def shard(whole: Llama, sequence_parallel: bool) -> Engine:
 
 
 def parallelized(whole: Llama, sequence_parallel: bool) -> Engine:
-    """The same cut by torch.distributed.tensor.parallel, whose parameters are DTensors."""
+    """Return tensor parallelism by torch.distributed.tensor.parallel, whose parameters are DTensors."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -86,9 +86,9 @@ def parallelized(whole: Llama, sequence_parallel: bool) -> Engine:
             plan[name] = ColwiseParallel()
         elif last in ROWS:
             plan[name] = RowwiseParallel(output_layouts=outside)
-        elif last in ("self_attn", "mlp"):  # attention is also given angles, mask and cache, which stay as they are
-            rest = (None, None, None) if last == "self_attn" else ()
-            plan[name] = PrepareModuleInput(input_layouts=(outside, *rest), desired_input_layouts=(Replicate(), *rest))
+        elif last in ("self_attn", "mlp"):
+            same = (None, None, None) if last == "self_attn" else ()  # the angles, mask and cache do not change
+            plan[name] = PrepareModuleInput(input_layouts=(outside, *same), desired_input_layouts=(Replicate(), *same))
         elif last.endswith("norm") and sequence_parallel:
             plan[name] = SequenceParallel()
     mine = parallelize_module(whole, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
@@ -102,7 +102,7 @@ def parallelized(whole: Llama, sequence_parallel: bool) -> Engine:
 
 
 def stages(whole: Llama, job: Job) -> Engine:
-    """This rank's stages of a pipeline, by pipeline.py or by torch.distributed.pipelining."""
+    """Return this rank's stages of a pipeline, by techniques/pipeline.py or by torch.distributed.pipelining."""
     run, count = job.run, job.run.pp * job.virtual_stages
     mine = {number: pipeline.Stage(whole, number, count) for number in range(dist.get_rank(), count, run.pp)}
     parameters = [p for stage in mine.values() for p in stage.parameters()]
@@ -120,7 +120,7 @@ def stages(whole: Llama, job: Job) -> Engine:
 def pipelined(
     mine: Mapping[int, nn.Module], stages: int, schedule: str, micro_batches: int
 ) -> Callable[[Tensor], float | None]:
-    """Return forward with backward of this rank's stages, by torch.distributed.pipelining's schedule of that name."""
+    """Return a function that runs this rank's stages by the `schedule` of torch.distributed.pipelining."""
     from torch.distributed import pipelining
 
     kinds = {
@@ -130,8 +130,8 @@ def pipelined(
         "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     }
     wrapped = [pipelining.PipelineStage(stage, number, stages, torch.device("cpu")) for number, stage in mine.items()]
-    given = wrapped if schedule in ("interleaved", "zero-bubble") else wrapped[0]
-    plan = kinds[schedule](given, micro_batches, loss_fn=next_token_loss)
+    own_stages = wrapped if schedule in ("interleaved", "zero-bubble") else wrapped[0]
+    plan = kinds[schedule](own_stages, micro_batches, loss_fn=next_token_loss)
 
     def forward_backward(ids_BT: Tensor) -> float | None:
         losses: list[Tensor] = []

@@ -1,12 +1,12 @@
-"""Train one small GPT with its optimizer on the device, on the host, in files, and by DeepSpeed's offload.
+"""Train a small GPT with its optimizer on the device, on the host, in files, and by DeepSpeed's offload.
 
-What `python -m llmlab.course.experiments offload` runs. Weights and batches follow from the seed alone, so all engines
-should give the same losses; the bytes in each place are counted after the last step.
+`python -m llmlab.course.experiments offload` runs it. The seed determines weights and batches, so all engines should
+compute the same losses. The bytes in each place are counted after the last step.
 
     torch      AdamW on the device, with an fp32 master copy of half weights
     scratch    offload.py, states in the host's memory
     files      offload.py, states in files
-    cpu-adam   offload.py with DeepSpeed's DeepSpeedCPUAdam, which is compiled at first use, in minutes
+    cpu-adam   offload.py with DeepSpeedCPUAdam, whose compilation at first use takes minutes
     deepspeed  ZeRO-3 on two ranks with offload_param and offload_optimizer: Training(...).to_deepspeed()
 """
 
@@ -37,7 +37,7 @@ from .job import SEQ_LEN, Job, tiny_gpt
 
 ENGINES = ("torch", "scratch", "files", "cpu-adam", "deepspeed")
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "mixed-bf16": torch.bfloat16}
-BUCKET_BYTES = 50_000  # of a model of 78 144 parameters: several buckets
+BUCKET_BYTES = 50_000  # divides a model of 78,144 parameters into several buckets
 RANKS = 2  # of DeepSpeed
 
 
@@ -45,8 +45,8 @@ def make_job(
     engine: str = "scratch", precision: Precision = "fp32", steps: int = 20, sequences: int = 4, accumulation: int = 1,
     seed: int = 0,
 ) -> Job:  # fmt: skip
-    """Return the job of `engine`; DeepSpeed's ranks share the `sequences` of a micro-batch. Raises SpecError for what
-    cannot be, NotAvailable where DeepSpeed is asked for and not installed."""
+    """Return the job of `engine`; DeepSpeed's ranks share the `sequences` of a micro-batch. Raises SpecError for
+    impossible values, and NotAvailable if the engine needs DeepSpeed and it is not installed."""
     check_counts(steps=steps, sequences=sequences, accumulation=accumulation)
     for name, value, allowed in (("engine", engine, ENGINES), ("precision", precision, tuple(DTYPES))):
         if value not in allowed:
@@ -55,11 +55,11 @@ def make_job(
         raise NotAvailable(f"engine={engine!r} is DeepSpeed's: pip install 'llmlab[distributed]', on Linux")
     if engine == "deepspeed" and sequences % RANKS:
         raise SpecError(f"sequences={sequences} is not shared equally by DeepSpeed's {RANKS} ranks")
-    where: dict[str, Any] = {} if engine == "torch" else {"offload": "optimizer"}
+    placement: dict[str, Any] = {} if engine == "torch" else {"offload": "optimizer"}
     if engine == "deepspeed":
         sequences //= RANKS
-        where = {"offload": "optimizer+parameters", "zero": 3, "dp": RANKS}
-    run = Training(sequences, SEQ_LEN, precision, accumulation=accumulation, **where)
+        placement = {"offload": "optimizer+parameters", "zero": 3, "dp": RANKS}
+    run = Training(sequences, SEQ_LEN, precision, accumulation=accumulation, **placement)
     return Job("offload", run, engine, steps, seed)
 
 
@@ -74,7 +74,7 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 def on_device(job: Job) -> dict[str, Any]:
-    """Train with AdamW where the model is."""
+    """Train with AdamW on the device of the model."""
     gpt = new_gpt(job)
     masters = MasterWeights(gpt.parameters())
     optimizer = torch.optim.AdamW(masters.parameters, **ADAMW)
@@ -91,7 +91,7 @@ def on_device(job: Job) -> dict[str, Any]:
 
 
 def offloaded(job: Job, folder: Path) -> dict[str, Any]:
-    """Train with the optimizer of offload.py; `folder` is for the files of engine "files"."""
+    """Train with the optimizer of offload.py; the engine "files" stores the states in `folder`."""
     gpt, files = new_gpt(job), InFiles(folder)
     kind = cpu_adam() if job.engine == "cpu-adam" else torch.optim.AdamW
     optimizer = Offloaded(gpt.parameters(), kind, BUCKET_BYTES, files if job.engine == "files" else in_ram, **ADAMW)
@@ -107,7 +107,7 @@ def offloaded(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def new_gpt(job: Job, dtype: torch.dtype | None = None) -> GPT:
-    """Return the model on the job's device, in `dtype`; None is the run's."""
+    """Return the model on the job's device, in `dtype`, by default that of the run."""
     torch.manual_seed(job.seed)
     return GPT(tiny_gpt()).to(device_of(job), dtype or DTYPES[job.run.precision])
 
@@ -150,30 +150,30 @@ def report(
 
 
 def moments(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """Return the states of AdamW optimizers, without the numbers of their steps."""
-    every = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
-    return [value for value in every if isinstance(value, Tensor) and value.ndim]
+    """Return the moments of AdamW optimizers, without their step counters."""
+    values = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor) and value.ndim]
 
 
 # ---- DeepSpeed
 
 
 def with_deepspeed(job: Job) -> dict[str, Any]:
-    """Run in each rank: DeepSpeed's ZeRO-3 with parameters and optimizer offloaded, from the config of the Training."""
+    """Train this rank by DeepSpeed's ZeRO-3 with parameters and optimizer offloaded, as the Training's config says."""
     quiet_deepspeed()
     import deepspeed
 
-    gpt = new_gpt(job, torch.float32)  # DeepSpeed makes the half copy itself
+    gpt = new_gpt(job, torch.float32)  # DeepSpeed creates the half copy itself
     optimizer = torch.optim.AdamW(gpt.parameters(), **ADAMW)
     config = job.run.to_deepspeed()
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else a model as small as this stays whole
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # otherwise such a small model stays whole
     engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config)
     losses = _train_by_deepspeed(job, engine)
     parameters = list(engine.module.parameters())
     masters = local(engine.optimizer.fp32_partitioned_groups_flat)
     config = engine.config["zero_optimization"]
     return report(job, losses, {}) | {
-        "device": {"weights": sum(p.nbytes for p in parameters)},  # between steps: what is whole
+        "device": {"weights": sum(p.nbytes for p in parameters)},  # the parameters that are whole between steps
         "host": {
             "weights": local(p.ds_tensor for p in parameters),
             "states": states(engine.optimizer.optimizer)["optimizer"] + masters,
@@ -184,7 +184,7 @@ def with_deepspeed(job: Job) -> dict[str, Any]:
 
 
 def _train_by_deepspeed(job: Job, engine: Any) -> list[float]:
-    """Run the steps on this rank's share of each micro-batch; return the loss of each over all ranks."""
+    """Run the steps on this rank's share of each micro-batch; return the mean loss over all ranks for each step."""
     run, losses = job.run, []
     for step in range(job.steps):
         total = 0.0
@@ -200,7 +200,7 @@ def _train_by_deepspeed(job: Job, engine: Any) -> list[float]:
 
 
 def chapter(job: Job) -> dict[str, Any]:
-    """Run in each rank: all that the page has DeepSpeed do."""
+    """Run DeepSpeed's experiments of the page in this rank."""
     result = with_deepspeed(job)
     return {**result, "adams": adam_times() if torch.distributed.get_rank() == 0 else {}}
 
@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None, name: str = "offload") -> None:
         **AS_JSON,
     }
     description = "Train a small GPT whose optimizer is elsewhere."
-    command(name, description, options, lambda **given: run_job(make_job(**given)), arguments, show)
+    command(name, description, options, lambda **values: run_job(make_job(**values)), arguments, show)
 
 
 def show(result: dict[str, Any]) -> str:

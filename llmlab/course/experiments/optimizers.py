@@ -1,4 +1,4 @@
-"""Small experiments on update rules: weight decay under noise, and 8-bit states next to an outlier."""
+"""Small experiments on optimizers: weight decay under noise, and 8-bit states next to an outlier."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def decayed(rule: Callable[..., Optimizer], noise: Sequence[float], lr: float, d
 
 
 def update_beside(ratio: float, rule: Callable[..., Optimizer], where: slice = slice(1, 256), **kwargs: Any) -> float:
-    """Return the typical update of the weights `where`, in learning rates, next to one weight with larger gradients.
+    """Return the typical update of the weights `where`, divided by the learning rate, next to one with large gradients.
 
-    Of 512 weights, the first one has gradients that are `ratio` times as large. The result is the root mean square of
-    the last 50 of 150 updates.
+    The first of 512 weights has gradients that are `ratio` times as large. The result is the root mean square of the
+    last 50 of 150 updates.
     """
     generator, w = torch.Generator().manual_seed(0), nn.Parameter(torch.zeros(512))
     optimizer, squares = rule([w], lr=1.0, weight_decay=0.0, **kwargs), torch.zeros(512)

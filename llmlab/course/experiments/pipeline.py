@@ -22,7 +22,7 @@ def in_this_rank(plans: dict[str, list]) -> dict[str, list]:
     number of ranks."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     ids = tokens(TIMED_LLAMA["vocab_size"])
-    spans_of = {}
+    spans_by_plan = {}
     for name, (kind, micro_batches, virtual_stages) in plans.items():
         torch.manual_seed(0)
         whole = Llama.from_spec(TIMED_LLAMA)
@@ -33,20 +33,20 @@ def in_this_rank(plans: dict[str, list]) -> dict[str, list]:
             spans: list[Span] = []
             dist.barrier()
             run(plan, stages, batch, next_token_loss, (1, SEQ_LEN, TIMED_LLAMA["hidden_size"]), spans)
-        spans_of[name] = [[*span.op, span.start, span.end] for span in spans]
-    return spans_of
+        spans_by_plan[name] = [[*span.op, span.start, span.end] for span in spans]
+    return spans_by_plan
 
 
 def timed(plans: dict[str, tuple[str, int, int]], ranks: int = 2) -> dict[str, list[Span]]:
-    """Return the spans of each plan, {name: (schedule, micro-batches, virtual stages)}, in ms since its first operation
-    began."""
+    """Return the spans of each plan, {name: (schedule, micro-batches, virtual stages)}, in ms since the start of its
+    first operation."""
     by_rank = launch(in_this_rank, ranks, {name: list(plan) for name, plan in plans.items()}, patience=60)
-    spans_of = {}
+    spans_by_plan = {}
     for name in plans:
         first = min(span[3] for rank in by_rank for span in rank[name])
-        spans_of[name] = [
+        spans_by_plan[name] = [
             Span(Op(*op), rank, 1e3 * (start - first), 1e3 * (end - first))
             for rank, spans in enumerate(by_rank)
             for *op, start, end in spans[name]
         ]
-    return spans_of
+    return spans_by_plan

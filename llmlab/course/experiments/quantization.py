@@ -1,4 +1,4 @@
-"""A small Llama that is trained long enough for 3 and 4 bits to differ, and the loss that each method costs.
+"""A small Llama that is trained long enough for 3 and 4 bits to differ, and the loss that each method adds.
 
     python -m llmlab.course.experiments.quantization
 
@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,8 @@ from ..quantize.algorithms.rtn import layer_error, relative_error, rtn
 from ..quantize.formats import affine
 from ..quantize.formats.affine import Quantized
 from ..quantize.whole import inputs_of, linears, quantize_model
-from ..techniques.training_loop import batch_seed, next_token_loss
+from ..techniques.training_loop import Recipe, evaluate
+from .sweeps import fit, write
 
 RESULTS = Path(__file__).with_suffix(".json")
 VOCAB, BATCH, LENGTH = 1024, 16, 128
@@ -41,6 +42,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.08,
 }  # fmt: skip
 LENGTHS = (125, 500)  # steps: 0.3 and 1.0 million tokens
+RECIPE = Recipe(micro_batch=BATCH, seq_len=LENGTH, eval_batches=8)  # evaluates on 16,384 tokens
 RATE, WARMUP, DECAY = 5e-3, 50, 0.2  # the peak learning rate; the last fifth of each run decays to a tenth of it
 SEEDS = (1, 2, 3)  # of the calibration text
 CALIBRATION = 8192  # tokens
@@ -87,18 +89,6 @@ def texts() -> tuple[Tensor, Tensor]:
     return ids[:-held_out], ids[-held_out:]
 
 
-def train(model: Llama, optimizer: torch.optim.Optimizer, start: int, stop: int, rate: Callable[[int], float]) -> None:
-    """Train `model` on the batches number `start` to `stop`, with the learning rate `rate(step)`."""
-    for step in range(start, stop):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step)
-        ids = windows(texts()[0], BATCH, LENGTH, batch_seed(0, step))
-        loss = next_token_loss(model(ids), ids)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return AdamW with a weight decay of 0.1."""
@@ -109,26 +99,28 @@ def trained() -> dict[int, Llama]:
     """Return the model after each of LENGTHS: branches of one run at a constant rate, each with a decay of its own."""
     torch.manual_seed(0)
     model = Llama.from_spec(CONFIG)
-    optimizer, done, models = adamw(model), 0, {}
+    optimizer, start, models, ids = adamw(model), 0, {}, texts()[0]
     for steps in LENGTHS:
         branch = round((1 - DECAY) * steps)
-        train(model, optimizer, done, branch, lambda step: RATE * min(1, (step + 1) / WARMUP))
-        done = branch
+        fit(model, optimizer, ids, RECIPE, 0, range(start, branch), lambda step: RATE * min(1, (step + 1) / WARMUP))
+        start = branch
         models[steps] = copy.deepcopy(model)
-        other = adamw(models[steps])
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        train(models[steps], other, branch, steps, lambda step, end=steps: RATE * (  # type: ignore[misc]
-            0.1 + 0.9 * (end - step) / (DECAY * end)
-        ))  # fmt: skip
+        branch_optimizer = adamw(models[steps])
+        branch_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        decay = partial(decaying_rate, steps=steps)
+        fit(models[steps], branch_optimizer, ids, RECIPE, 0, range(branch, steps), decay)
         print(steps, f"{held_out_loss(models[steps].eval()):.4f}", flush=True)
     return models
 
 
-@torch.no_grad()
+def decaying_rate(step: int, steps: int) -> float:
+    """Return the learning rate in the last fifth of a run of `steps`, linear from RATE to a tenth of it."""
+    return RATE * (0.1 + 0.9 * (steps - step) / (DECAY * steps))
+
+
 def held_out_loss(model: torch.nn.Module) -> float:
-    """Return the mean loss over 128 windows of the held-out text, 16,384 tokens that are the same for every model."""
-    batches = [windows(texts()[1], BATCH, LENGTH, seed) for seed in range(8)]
-    return sum(next_token_loss(model(batch), batch).item() for batch in batches) / len(batches)
+    """Return the mean loss over windows of the held-out text."""
+    return evaluate(model, texts()[1], RECIPE)
 
 
 def with_outliers(model: Llama, count: int = OUTLIERS, factor: float = FACTOR) -> Llama:
@@ -172,7 +164,7 @@ def calibration(seed: int, tokens: int = CALIBRATION) -> Tensor:
 def cost(
     model: Llama, steps: int, outliers: bool, method: str, group: int, bits: int, tokens: int, seed: int
 ) -> Result:
-    """Quantize all linear layers but the head, and return the held-out loss."""
+    """Quantize all linear layers except the head, and return the held-out loss."""
     quantize, text = METHODS[method], calibration(seed, tokens) if tokens else None
     changed = quantize_model(model, lambda w, x: quantize(w, x, bits, group or None), text)
     return Result(steps, outliers, method, group, bits, tokens, seed, held_out_loss(changed))
@@ -187,10 +179,11 @@ def layer_errors(model: Llama) -> list[Layers]:
             outputs, weights = [], []
             for name, linear in linears(model).items():
                 w, x = linear.weight.detach(), inputs[name]
-                plain = rtn(w, bits, GROUP)
-                other = METHODS[method](w, x, bits, GROUP)
-                outputs.append(layer_error(w, other, x) / layer_error(w, plain, x))
-                weights.append((relative_error(other.dequantize(), w) / relative_error(plain.dequantize(), w)) ** 2)
+                nearest = rtn(w, bits, GROUP)
+                quantized = METHODS[method](w, x, bits, GROUP)
+                outputs.append(layer_error(w, quantized, x) / layer_error(w, nearest, x))
+                ratio = relative_error(quantized.dequantize(), w) / relative_error(nearest.dequantize(), w)
+                weights.append(ratio**2)
             means = (torch.tensor(values).log().mean().exp().item() for values in (outputs, weights))
             rows.append(Layers(method, bits, *means))
     return rows
@@ -216,25 +209,19 @@ def record(path: Path = RESULTS) -> None:
     model = models[LENGTHS[-1], False]
     models[LENGTHS[-1], True] = with_outliers(model)
     rows = [
-        Result(steps, outliers, "none", 0, 16, 0, 0, held_out_loss(one)) for (steps, outliers), one in models.items()
+        Result(steps, outliers, "none", 0, 16, 0, 0, held_out_loss(exact))
+        for (steps, outliers), exact in models.items()
     ]
     for run in plan():
         rows.append(cost(models[run[:2]], *run))
         print(*rows[-1], flush=True)
-    write(rows, layer_errors(model), path)
-
-
-def write(rows: list[Result], layers: list[Layers], path: Path) -> None:
-    """Write the results, one per line, with the command that computes them and the versions that they depend on."""
     training, held_out = texts()
-    header = {
-        "command": "python -m llmlab.course.experiments.quantization", "torch": torch.__version__,
-        "python": platform.python_version(), "parameters": Llama.from_spec(CONFIG).spec.parameters,
-        "training_tokens": len(training), "held_out_tokens": len(held_out),
-        "layers": [[*row[:2], round(row.outputs, 4), round(row.weights, 4)] for row in layers],
+    facts = {
+        "python": platform.python_version(), "parameters": model.spec.parameters, "training_tokens": len(training),
+        "held_out_tokens": len(held_out),
     }  # fmt: skip
-    lines = ",\n  ".join(json.dumps([*row[:-1], round(row.loss, 5)]) for row in rows)
-    path.write_text(f'{json.dumps(header)[:-1]},\n "runs": [\n  {lines}\n]}}\n', encoding="utf-8")
+    parts: dict[str, list[Any]] = {"layers": layer_errors(model), "runs": rows}
+    write(path, "llmlab.course.experiments.quantization", parts, digits=5, **facts)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What the chapter on tensor parallelism runs: a count of the collectives, and several jobs on the same ranks."""
+"""The experiments of the chapter on tensor parallelism: a count of collectives, and several jobs on the same ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def collectives_per_layer(sequence_parallel: bool) -> dict[str, int]:
 
 
 def _collectives(layers: int, sequence_parallel: bool) -> dict[str, int]:
-    """Return how often a small Llama of so many layers calls each collective."""
+    """Return how often a small Llama with `layers` layers calls each collective."""
     split = shard(Llama(model({**TINY_LLAMA, "num_hidden_layers": layers})), sequence_parallel)
     ids_BS = torch.zeros(1, 8, dtype=torch.long)
     with warnings.catch_warnings(), CommDebugMode() as counted:

@@ -1,7 +1,7 @@
-"""Train one small model on several ranks, by any engine: losses per step, and the bytes that each rank holds.
+"""Train a small model on several ranks, by any engine: losses of each step, and bytes on each rank.
 
-What `python -m llmlab.course.experiments` runs for data_parallel, zero, tensor_parallel, pipeline and three_d. Weights
-and batches follow from the seed alone: any engine on any number of ranks should give the losses of one process.
+`python -m llmlab.course.experiments` runs it for data_parallel, zero, tensor_parallel, pipeline and three_d. The seed
+determines weights and batches, so any engine on any number of ranks should compute the losses of one process.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..techniques.pipeline_schedules import SCHEDULES
 from .command import LAUNCH, Options, command, loss_lines, sizes
 from .job import SEQ_LEN, Job, tiny_gpt, tiny_llama
 
-REPLICAS = ("data_parallel", "zero")  # of a GPT, each with its share of the sequences; the others cut a Llama
+REPLICAS = ("data_parallel", "zero")  # these train copies of a GPT on shares of the sequences; others divide a Llama
 
 
 def train(job: Job) -> dict[str, Any]:
-    """Train in this rank, one of a started group.
+    """Train in this rank of a process group.
 
-    Returns the losses (nats per token of the whole batch; None on ranks that see none), the bytes on this rank, those
-    it sent where the engine tells, and its place along (pp, dp, tp) in a mesh. Parameters and optimizer states are
-    counted after the last step, gradients between its backward and its update.
+    Returns the losses (nats per token of the whole batch; None on ranks that do not compute it), the bytes on this
+    rank, the bytes it sent if the engine counts them, and its coordinates (pp, dp, tp) in a mesh. Parameters and
+    optimizer states are counted after the last step, and gradients between its backward pass and its update.
     """
     import torch
 
@@ -55,9 +55,9 @@ def check(job: Job) -> None:
 
 
 def run_job(job: Job, patience: float = PATIENCE) -> dict[str, Any]:
-    """Launch the job's ranks; return its losses, and what each rank holds beside the formula's or the whole model's.
+    """Launch the job's ranks; return the losses, the bytes on each rank, and those of the formula or the whole model.
 
-    Raises what `check` does before any process starts, RankFailed where a rank fails.
+    Raises the errors of `check` before any process starts, and RankFailed if a rank fails.
     """
     check(job)
     run = job.run
@@ -82,7 +82,7 @@ def run_job(job: Job, patience: float = PATIENCE) -> dict[str, Any]:
 
 
 def formula(run: Training) -> dict[str, int]:
-    """Return the bytes that llmlab.estimate gives a rank of the small GPT."""
+    """Return the bytes that llmlab.estimate predicts for a rank of the small GPT."""
     from ...formulas.memory.states import states
 
     expected = states(tiny_gpt(), run)
@@ -131,46 +131,46 @@ EXPERIMENTS: dict[str, tuple[str, Options]] = {
 
 
 def main(arguments: list[str] | None, experiment: str) -> None:
-    """The command line of the five."""
+    """The command line of the five experiments."""
     description, options = EXPERIMENTS[experiment]
 
-    def run(patience: float, **given: Any) -> dict[str, Any]:
-        return run_job(make_job(experiment, **given), patience)
+    def run(patience: float, **values: Any) -> dict[str, Any]:
+        return run_job(make_job(experiment, **values), patience)
 
     command(experiment, description, options, run, arguments, show)
 
 
 def make_job(
     experiment: str, ranks: int, sequences: int, micro_batches: int = 1, tp: int = 1, pp: int = 1,
-    stage: int | None = 0, sequence_parallel: bool = False, **how: Any,
+    stage: int | None = 0, sequence_parallel: bool = False, **settings: Any,
 ) -> Job:  # fmt: skip
-    """Return the job that options of the command line ask for: its ranks and sequences, shared out by a Training."""
+    """Return the job for these options of the command line, with a Training for its ranks and sequences."""
     check_counts(ranks=ranks, sequences=sequences, micro_batches=micro_batches, tp=tp, pp=pp)
     tp = ranks if experiment == "tensor_parallel" else tp
     pp = ranks if experiment == "pipeline" else pp
     if ranks % (tp * pp):
-        given = f"ranks={ranks} cannot be dp × tp={tp} × pp={pp}"
-        raise SpecError(f"{given}; give ranks a multiple of {tp * pp}, or other degrees")
+        mesh = f"ranks={ranks} cannot be dp × tp={tp} × pp={pp}"
+        raise SpecError(f"{mesh}; give ranks a multiple of {tp * pp}, or other degrees")
     dp = ranks // (tp * pp)
     if sequences % (dp * micro_batches):
         parts = f"ranks={ranks}" if experiment in REPLICAS else f"dp={dp} × micro_batches={micro_batches}"
         raise SpecError(f"{parts} does not divide sequences={sequences}: unequal shares of a batch")
-    if stage is None or how.get("engine") == "ddp":  # DDP is what the stages are compared with
-        stage = 0 if how.get("engine") == "ddp" else 3
+    if stage is None or settings.get("engine") == "ddp":  # the stages are compared with DDP
+        stage = 0 if settings.get("engine") == "ddp" else 3
     if stage and dp == 1:
         raise SpecError(f"stage={stage} with ranks={ranks} has nothing to share; give ranks >= 2 or stage=0")
     run = Training(
         micro_batch=sequences // (dp * micro_batches), seq_len=SEQ_LEN, accumulation=micro_batches, zero=stage,
         dp=dp, tp=tp, pp=pp, sequence_parallel=sequence_parallel and tp > 1,
     )  # fmt: skip
-    return Job(experiment, run, **how)
+    return Job(experiment, run, **settings)
 
 
 def show(result: dict[str, Any]) -> str:
-    """Return losses, and the bytes of each rank beside the formula's or the whole model's, as lines."""
+    """Return the losses, and the bytes on each rank and of the formula or the whole model, as lines."""
     lines = loss_lines(result)
     for rank, resident_bytes in enumerate(result["bytes"]):
         sent = result["sent"][rank] if "sent" in result else None
         lines.append(f"rank {rank}: {sizes(resident_bytes)}" + (f"; {sent:,} bytes sent" if sent is not None else ""))
-    beside = "formula" if "formula" in result else "whole"
-    return "\n".join([*lines, f"{beside}: {sizes(result[beside])}"])
+    reference = "formula" if "formula" in result else "whole"
+    return "\n".join([*lines, f"{reference}: {sizes(result[reference])}"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +24,14 @@ from ...data import windows
 from ..architectures.gpt import GPT
 from ..techniques.learning_rate import warmup_cosine
 from ..techniques.optimizers import Adafactor
-from ..techniques.training_loop import batch_seed, next_token_loss
+from ..techniques.training_loop import Recipe, batch_seed, next_token_loss
 from .learning_rates import texts
+from .sweeps import final_loss, fit, grouped, record
 
 RESULTS = Path(__file__).with_suffix(".json")
 VOCAB, BATCH, LENGTH, STEPS, WARMUP = 512, 8, 32, 200, 20
 BASE, WIDTHS, HEAD_SIZE = 32, (32, 64, 128, 256), 32
+RECIPE = Recipe(micro_batch=BATCH, seq_len=LENGTH, eval_batches=32, clip=math.inf)
 SEEDS = (0, 1, 2)  # of the initial weights and of the batches
 
 
@@ -109,7 +111,7 @@ def adafactor(model: ScaledGPT) -> Optimizer:
     return Adafactor(model.groups(), lr=1.0)
 
 
-# Each has its rule, its optimizer, and the learning rates that are tried at each width, as powers of two.
+# The rule and the optimizer of each method, and the learning rates that are tried at each width, as powers of two.
 METHODS: dict[str, tuple[str, Callable[[ScaledGPT], Optimizer], dict[int, range]]] = {
     "AdamW, usual": ("usual", adamw, {32: range(-7, -2), 64: range(-7, -4), 128: range(-9, -4), 256: range(-10, -4)}),
     "AdamW, µP": ("table 3", adamw, {64: range(-7, -4), 128: range(-7, -2), 256: range(-7, -2)}),
@@ -133,15 +135,8 @@ def train(
     model: ScaledGPT, optimizer: Optimizer, rate: float, seed: int, start: int = 0, stop: int = STEPS
 ) -> None:
     """Train from step `start` to step `stop` of a run of `STEPS` steps, with warm-up and cosine."""
-    training, _ = texts()
-    for step in range(start, stop):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * warmup_cosine(step + 1, WARMUP, STEPS, 0.1) * group["scale"]
-        ids = windows(training, BATCH, LENGTH, batch_seed(seed, step))
-        loss = next_token_loss(model(ids), ids)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    steps = range(start, stop)
+    fit(model, optimizer, texts()[0], RECIPE, seed, steps, lambda n: rate * warmup_cosine(n + 1, WARMUP, STEPS, 0.1))
 
 
 def learn(method: str, width: int, power: int, seed: int) -> Result:
@@ -152,12 +147,9 @@ def learn(method: str, width: int, power: int, seed: int) -> Result:
     return Result(method, width, power, seed, held_out_loss(model))
 
 
-@torch.no_grad()
 def held_out_loss(model: nn.Module) -> float:
-    """Return the mean loss over 256 windows of the held-out text, the same for every model."""
-    batches = [windows(texts()[1], BATCH, LENGTH, seed) for seed in range(32)]
-    loss = sum(next_token_loss(model(batch), batch).item() for batch in batches) / len(batches)
-    return loss if math.isfinite(loss) else math.inf
+    """Return the mean loss over windows of the held-out text."""
+    return final_loss(model, texts()[1], RECIPE)
 
 
 def output_change(rule: str, width: int, steps: int = 5, rate: float = 2**-6, seed: int = 0) -> float:
@@ -210,31 +202,12 @@ def results() -> list[Result]:
 
 def losses(method: str) -> dict[int, dict[int, list[float]]]:
     """Return the recorded losses of a method by width and by power of two, one for each seed."""
-    found: dict[int, dict[int, list[float]]] = {}
-    for result in sorted(results(), key=lambda one: (one.width, one.power, one.seed)):
-        source = SAME_AT_BASE.get(method, method) if result.width == BASE else method
-        if result.method == source:
-            found.setdefault(result.width, {}).setdefault(result.power, []).append(result.loss)
-    return found
-
-
-def record(runs: Iterable[tuple[str, int, int, int]], path: Path = RESULTS) -> None:
-    """Train `runs` and write their results to `path`."""
-    torch.set_num_threads(1)
-    rows = []
-    for run in runs:
-        result = learn(*run)
-        rows.append([*result[:-1], round(result.loss, 4)])
-        print(*rows[-1], flush=True)
-        write(rows, path)
-
-
-def write(rows: list[list[Any]], path: Path) -> None:
-    """Write results, one per line, with the command that computes them and the version of torch."""
-    lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    header = {"command": "python -m llmlab.course.experiments.widths", "torch": torch.__version__}
-    path.write_text(f'{json.dumps(header)[:-1]},\n "runs": [\n  {lines}\n]}}\n', encoding="utf-8")
+    trained_as = {width: SAME_AT_BASE.get(method, method) if width == BASE else method for width in WIDTHS}
+    rows = sorted(row for row in results() if row.method == trained_as[row.width])  # by width, power and seed
+    by_width = grouped((row.width, (row.power, row.loss)) for row in rows)
+    return {width: grouped(pairs) for width, pairs in by_width.items()}
 
 
 if __name__ == "__main__":
-    record(plan(), Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    record(learn, plan(), path, "llmlab.course.experiments.widths")

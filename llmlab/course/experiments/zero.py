@@ -1,4 +1,4 @@
-"""Train a small GPT with every engine of ZeRO in real processes: losses, bytes, and settings of DeepSpeed."""
+"""Train a small GPT with every implementation of ZeRO in real processes: losses, bytes, and DeepSpeed's settings."""
 
 from __future__ import annotations
 
@@ -30,21 +30,25 @@ KNOBS = (
 
 
 def over_the_step() -> list[tuple[str, int]]:
-    """Run in each rank: return the bytes of parameters in memory at moments of a step of our stage 3."""
+    """Return the bytes of parameters in this rank's memory at several moments of a step of our stage 3."""
     model = new_gpt()
     shared = Zero(model, list(model.h), 3, torch.optim.AdamW, lr=1e-3)
-    seen = [("start", shared.parameter_bytes())]
+    moments = [("start", shared.parameter_bytes())]
+
+    def note(moment: str) -> None:
+        moments.append((moment, shared.parameter_bytes()))
+
     for number, block in enumerate(model.h):
         mlp = block.get_submodule("mlp")
-        mlp.register_forward_hook(lambda *_, n=number: seen.append((f"forward {n}", shared.parameter_bytes())))
-        mlp.register_full_backward_hook(lambda *_, n=number: seen.append((f"backward {n}", shared.parameter_bytes())))
+        mlp.register_forward_hook(lambda *_, n=number: note(f"forward {n}"))
+        mlp.register_full_backward_hook(lambda *_, n=number: note(f"backward {n}"))
     ids = batch(2)
     shared.backward(next_token_loss(model(ids), ids))
-    return [*seen, ("end", shared.parameter_bytes())]
+    return [*moments, ("end", shared.parameter_bytes())]
 
 
 def persistence(threshold: int) -> int:
-    """Run in each rank: return the bytes of parameters between the steps of DeepSpeed's stage 3.
+    """Return the bytes of parameters on this rank between the steps of DeepSpeed's stage 3.
 
     Parameters with fewer elements than `threshold` (stage3_param_persistence_threshold) stay whole.
     """
@@ -63,7 +67,7 @@ def knobs() -> dict[str, float]:
 
 
 def chapter(steps: int, with_deepspeed: bool) -> dict[str, Any]:
-    """Run in each rank: all experiments of the page, in one launch; those of DeepSpeed only if it is installed."""
+    """Run all experiments of the page in this rank, so that one launch is enough; `with_deepspeed` if installed."""
     ranks = dist.get_world_size()
     runs = {**RUNS, **(DEEPSPEED if with_deepspeed else {})}
     return {

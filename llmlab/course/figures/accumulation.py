@@ -18,8 +18,8 @@ UPDATE = 0.12  # of the width
 class Cut(NamedTuple):
     """One update in `passes` micro-batches, in bytes.
 
-    `constant` is alive all the time, `gradients` from the first backward pass to the update, `each_pass` is the peak of
-    everything that a pass allocates and frees, and `update` is the optimizer's temporary memory.
+    `constant` is always in memory, and `gradients` from the first backward pass to the update. `each_pass` is the peak
+    of the memory that a pass allocates and frees, and `update` is the optimizer's temporary memory.
     """
 
     name: str
@@ -64,15 +64,16 @@ def _draw_cut(ax: Axes, cut: Cut, floor: float, scale: float) -> None:
     """Draw the constant bytes, the passes on them, and the update at the end."""
     base = floor - cut.constant * scale
     grown = base - cut.gradients * scale
-    end, each = LEFT + WIDTH * (1 - UPDATE), WIDTH * (1 - UPDATE) / cut.passes
+    end, pass_width = LEFT + WIDTH * (1 - UPDATE), WIDTH * (1 - UPDATE) / cut.passes
     for number in range(cut.passes):
-        start = LEFT + number * each
-        middle, stop = start + each / 3, start + each  # the backward pass takes twice as long as the forward pass
-        below = base if number == 0 else grown
-        top = below - cut.each_pass * scale
-        gradients = ((start, middle, stop, stop, start), (below, below, grown, base, base))
+        start = LEFT + number * pass_width
+        # The backward pass takes twice as long as the forward pass.
+        middle, stop = start + pass_width / 3, start + pass_width
+        ground = base if number == 0 else grown
+        top = ground - cut.each_pass * scale
+        gradients = ((start, middle, stop, stop, start), (ground, ground, grown, base, base))
         ax.fill(*gradients, color=COLORS["gradients"], linewidth=0, zorder=2)
-        ax.fill((start, middle, stop, middle), (below, top, grown, below), color=COLORS["activations"], linewidth=0)
+        ax.fill((start, middle, stop, middle), (ground, top, grown, ground), color=COLORS["activations"], linewidth=0)
         size = cut.constant + cut.each_pass + (cut.gradients if number else 0)
         label(ax, min(max(middle, LEFT + 26), LEFT + WIDTH - 26), top - 9, show_bytes(size), "center")
     box(ax, LEFT, base, WIDTH, floor - base, show_bytes(cut.constant), COLORS["weights"], COLORS["weights"])
@@ -100,8 +101,8 @@ def plot_groups(loops: Sequence[tuple[str, Sequence[Sequence[int | None]]]]) -> 
             grid(ax, 76, y, [boxes], 30, 22)
         used = [update for updates in rows for update in updates if update]
         sizes = [str(used.count(update)) for update in sorted(set(used))]
-        lost = sum(update is None for updates in rows for update in updates)
-        words.append(f"{name}: updates of {', '.join(sizes)} micro-batches, and {lost} in none")
+        unused = sum(update is None for updates in rows for update in updates)
+        words.append(f"{name}: updates of {', '.join(sizes)} micro-batches, and {unused} in none")
     return finished(picture, f"Micro-batches and the updates that use them. {'; '.join(words)}.")
 
 

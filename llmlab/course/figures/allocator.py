@@ -41,7 +41,7 @@ def draw_counters(reports: Mapping[str, Report]) -> Picture:
         for row, (counter, size) in enumerate(sizes.items()):
             y = top + 14 + 30 * row
             label(ax, LEFT, y + 11, counter)
-            tensors, reserved = (min(size, sizes[each]) for each in ("tensors", "segments"))
+            tensors, reserved = (min(size, sizes[kind]) for kind in ("tensors", "segments"))
             pieces = [(tensors, "", USED), (reserved - tensors, "", WHITE), (size - reserved, "", CONTEXT)]
             stop = strip(ax, 84, y, [piece for piece in pieces if piece[0]], 226 / largest, height=22)
             label(ax, stop + 8, y + 11, f"{size / GiB:.2f} GiB")
@@ -95,13 +95,13 @@ def draw_fragmentation(patterns: Mapping[str, Fragmented]) -> Picture:
         strip(ax, LEFT, y + 68, [(request, f"{request} MiB", ASKED)], 9.2)
         for line, (remedy, outcome) in enumerate(outcomes.items()):
             label(ax, LEFT, y + 108 + 18 * line, f"{remedy}: {outcome}")
-        told = ", ".join(f"{remedy}: {outcome}" for remedy, outcome in outcomes.items())
-        words.append(f"{name}: {free} MiB free, {request} MiB requested; {told}")
+        results = ", ".join(f"{remedy}: {outcome}" for remedy, outcome in outcomes.items())
+        words.append(f"{name}: {free} MiB free, {request} MiB requested; {results}")
     return finished(picture, f"Fragmentation of a GPU of 40 MiB. {'. '.join(words)}.")
 
 
 def draw_verdicts(verdicts: Mapping[str, tuple[Verdict, int]]) -> Picture:
-    """Return a row for each GPU: the range of what the process may need, and the memory of the GPU as a line.
+    """Return a row for each GPU: the range of bytes that the process may need, and the memory of the GPU as a line.
 
     `verdicts`: for each GPU the verdict of the run, and the bytes of the GPU.
     """
@@ -142,8 +142,9 @@ def draw_largest_segments(snapshots: Mapping[str, Snapshot], size: int) -> Pictu
         in_use = []
         for number, blocks in enumerate(segments):
             top = y + 12 + 28 * number
-            strip(ax, LEFT, top, [(of, "", COLORS[part] if part else WHITE) for of, part in blocks], 280 / size, 20)
-            in_use.append(f"{sum(of for of, part in blocks if part) / MiB:,.0f} MiB")
+            pieces = [(block, "", COLORS[part] if part else WHITE) for block, part in blocks]
+            strip(ax, LEFT, top, pieces, 280 / size, 20)
+            in_use.append(f"{sum(block for block, part in blocks if part) / MiB:,.0f} MiB")
             label(ax, LEFT + 288, top + 10, f"{in_use[-1]} used")
         y += 28 + 28 * len(segments)
         words.append(f"{title}: {', '.join(in_use)} used")

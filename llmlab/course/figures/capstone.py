@@ -13,7 +13,7 @@ FILE = PALETTE[1]
 
 
 class Rung(NamedTuple):
-    """A state of a job: what it is, its peak memory and the memory of its GPU in bytes, its speed in words."""
+    """A state of a job: its name, its peak memory and the memory of its GPU in bytes, and its speed in words."""
 
     name: str
     peak: int
@@ -56,8 +56,9 @@ def draw_script(parts: Sequence[tuple[str, str, float]]) -> Picture:
         label(ax, 388, y + 17, f"{seconds:.1f}", "right")
         if number:
             link(ax, (74, y - 24), (74, y))
-    said = [f"{name} writes {file}, {took:.1f} s" if file else f"{name}: {took:.1f} s" for name, file, took in parts]
-    return finished(picture, "; ".join(said) + ".")
+    words = [f"{name} writes {file}, {seconds:.1f} s" if file else f"{name}: {seconds:.1f} s"
+             for name, file, seconds in parts]  # fmt: skip
+    return finished(picture, "; ".join(words) + ".")
 
 
 def draw_lives(lives: Sequence[tuple[int, int]], steps: int, every: int) -> Picture:
@@ -71,11 +72,12 @@ def draw_lives(lives: Sequence[tuple[int, int]], steps: int, every: int) -> Pict
     for number, (first, last) in enumerate(lives):
         y = 34 + 24 * number
         label(ax, left - 8, y + 8, f"life {number + 1}", "right")
-        again = max(0, min(last, reached) - first + 1)
-        if again:
-            box(ax, left + (first - 1) * scale, y, again * scale, 16, color=PALETTE[3])
-        if last > first - 1 + again:
-            box(ax, left + (first - 1 + again) * scale, y, (last - first + 1 - again) * scale, 16, color=PALETTE[2])
+        repeated = max(0, min(last, reached) - first + 1)
+        if repeated:
+            box(ax, left + (first - 1) * scale, y, repeated * scale, 16, color=PALETTE[3])
+        new = last - first + 1 - repeated
+        if new > 0:
+            box(ax, left + (first - 1 + repeated) * scale, y, new * scale, 16, color=PALETTE[2])
         reached = max(reached, last)
-    said = "; ".join(f"life {number + 1}: steps {first} to {last}" for number, (first, last) in enumerate(lives))
-    return finished(picture, f"A run of {steps} steps with a checkpoint after every {every}. {said}.")
+    words = "; ".join(f"life {number + 1}: steps {first} to {last}" for number, (first, last) in enumerate(lives))
+    return finished(picture, f"A run of {steps} steps with a checkpoint after every {every}. {words}.")

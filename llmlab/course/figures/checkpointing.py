@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...base.units import show_bytes
 from ...plots.canvas import FAINT, MUTED, PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, label, link, sketch, strip
+from ...plots.schematic import box, finished, keys, label, link, sketch, strip
 
 LEFT, WIDTH, RIGHT = 12, 376, 388  # pixels
 KEPT, RECOMPUTED, MOVED = PALETTE[0], PALETTE[1], PALETTE[4]
@@ -21,18 +21,19 @@ class Policy(NamedTuple):
 
 
 def policies(layers: int, whole: int, block_input: int, matmul_outputs: int, spacing: int) -> list[Policy]:
-    """Return four ways to checkpoint `layers` blocks, while the last segment is recomputed; sizes of a block in bytes.
+    """Return four ways to checkpoint `layers` blocks, at the moment at which the last segment is recomputed.
 
-    `whole` is everything that a block keeps, its input included, and `spacing` the blocks per segment of the third way.
+    Sizes are the bytes of a block: `whole` is everything that it saves, including its input, and `matmul_outputs` are
+    saved by selective checkpointing. `spacing` is the number of blocks per segment of the third way.
     """
-    kept, rest = block_input + matmul_outputs, whole - block_input
+    saved, recomputed = block_input + matmul_outputs, whole - block_input
     segment = [(block_input, 0), *[(0, 0)] * (spacing - 1)]
-    last = [(block_input, rest), *[(0, whole)] * (spacing - 1)]
+    last = [(block_input, recomputed), *[(0, whole)] * (spacing - 1)]
     return [
         Policy("keep everything", [(whole, 0)] * layers),
-        Policy("keep the input of every block", [(block_input, 0)] * (layers - 1) + [(block_input, rest)]),
+        Policy("keep the input of every block", [(block_input, 0)] * (layers - 1) + [(block_input, recomputed)]),
         Policy(f"keep the input of every {spacing}th block", segment * (layers // spacing - 1) + last),
-        Policy("selective: keep inputs and matmul outputs", [(kept, 0)] * (layers - 1) + [(kept, whole - kept)]),
+        Policy("selective: keep inputs and matmul outputs", [(saved, 0)] * (layers - 1) + [(saved, whole - saved)]),
     ]
 
 
@@ -41,27 +42,25 @@ def plot_policies(ways: Sequence[Policy]) -> Picture:
 
     The height of a bar is its share of the largest block.
     """
-    largest = max(kept + again for way in ways for kept, again in way.blocks)
+    largest = max(saved + recomputed for way in ways for saved, recomputed in way.blocks)
     picture, ax = sketch(44 + 82 * len(ways))
     totals = []
     for row, way in enumerate(ways):
         y = 14 + 82 * row
-        total = show_bytes(sum(kept + again for kept, again in way.blocks))
+        total = show_bytes(sum(saved + recomputed for saved, recomputed in way.blocks))
         label(ax, LEFT, y, way.name, weight="bold")
         label(ax, RIGHT, y, total, "right")
         totals.append(f"{way.name} {total}")
         pitch = WIDTH / len(way.blocks)
-        for number, (kept, again) in enumerate(way.blocks):
+        for number, (saved, recomputed) in enumerate(way.blocks):
             x, bottom = LEFT + pitch * number, y + 60
             box(ax, x, bottom - 46, pitch - 2, 46, edge=FAINT)
-            for low, size, color in ((0, kept, KEPT), (kept, again, RECOMPUTED)):
+            for low, size, color in ((0, saved, KEPT), (saved, recomputed, RECOMPUTED)):
                 if size:
                     height = max(2.5, 46 * size / largest)
                     box(ax, x, bottom - 46 * low / largest - height, pitch - 2, height, color=color)
-    y = 22 + 82 * len(ways)
-    for x, words, color in ((LEFT, "kept", KEPT), (110, "recomputed", RECOMPUTED), (248, "not in memory", WHITE)):
-        box(ax, x, y - 8, 16, 16, color=color)
-        label(ax, x + 22, y, words)
+    colors = {"kept": KEPT, "recomputed": RECOMPUTED, "not in memory": WHITE}
+    keys(ax, colors, (LEFT, 110, 248), 14 + 82 * len(ways), side=16)
     blocks = len(ways[0].blocks)
     return finished(picture, f"The memory of {blocks} blocks as the backward pass begins. {'; '.join(totals)}.")
 
@@ -78,12 +77,12 @@ def plot_recomputation(block_input: int, whole: int, blocks: int = 4) -> Picture
     for place in range(blocks):
         label(ax, 170 + 36 * place, 12, f"{place + 1}", "center")
     words = []
-    for row, (name, inputs, again) in enumerate(moments):
+    for row, (name, inputs, recomputed) in enumerate(moments):
         y = 24 + 33 * row
-        size = show_bytes(inputs * block_input + (whole - block_input if again else 0))
+        size = show_bytes(inputs * block_input + (whole - block_input if recomputed else 0))
         label(ax, LEFT, y + 13, name)
         for place in range(blocks):
-            box(ax, 153 + 36 * place, y, 34, 26, color=RECOMPUTED if again == place + 1 else WHITE, edge=FAINT)
+            box(ax, 153 + 36 * place, y, 34, 26, color=RECOMPUTED if recomputed == place + 1 else WHITE, edge=FAINT)
             if place < inputs:
                 box(ax, 153 + 36 * place, y + 22, 34, 4, color=KEPT)
         label(ax, RIGHT, y + 13, size, "right")
@@ -94,8 +93,8 @@ def plot_recomputation(block_input: int, whole: int, blocks: int = 4) -> Picture
 def plot_offload(forward: float, backward: float, block_input: float, whole: float, blocks: int = 3) -> Picture:
     """Return a drawing of a GPU's work on `blocks` checkpointed blocks, and of the traffic on PCIe in two cases.
 
-    Seconds of one block: its forward pass, its backward pass with the recomputation, and the transfers of its input and
-    of everything that it would keep without checkpointing.
+    The arguments are seconds of one block: its forward pass, its backward pass with the recomputation, and the
+    transfers of its input and of everything that it would save without checkpointing.
     """
     scale = WIDTH / (blocks * (forward + backward))
     numbers = range(1, blocks + 1)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...base.units import GiB
 from ...plots.canvas import PALETTE, PANEL, WHITE, Picture
-from ...plots.schematic import box, finished, grid, label, link, rank, sketch, strip
+from ...plots.schematic import OWNERS, box, finished, grid, keys, label, link, rank, sketch, strip
 
-OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # of the numbers of each rank
 SUMS = (WHITE, PALETTE[6], PALETTE[1], PALETTE[2])  # of chunks that sum 1 to 4 ranks
 PASSES = {"forward": PALETTE[0], "backward": PALETTE[1], "all-reduce": PALETTE[5]}
 PARTS = {
     "compute": PALETTE[5], "exposed messages": PALETTE[3], "slowdown": PALETTE[1],
     "update": PALETTE[2], "stragglers": PALETTE[4],
 }  # fmt: skip
-GIB = 2**30
 
 
 def draw_replicas(parts: Mapping[str, float], sent: float, ranks: int = 8) -> Picture:
@@ -22,24 +21,23 @@ def draw_replicas(parts: Mapping[str, float], sent: float, ranks: int = 8) -> Pi
     ring in which each sends `sent` bytes per step."""
     picture, ax = sketch(308)
     scale = 170 / sum(parts.values())
-    colors = [PALETTE[i] for i in (5, 1, 2, 4)]
     for number in range(3):
         x = 8 + 98 * number
         rank(ax, x, 6, 90, 254, f"GPU {number}")
         label(ax, x + 45, 40, f"sequence {number}", "center")
         y = 54.0
-        for (name, size), color in zip(parts.items(), colors, strict=True):
+        for (name, size), color in zip(parts.items(), OWNERS, strict=True):
             box(ax, x + 6, y, 78, size * scale, name, color)
             y += size * scale
         link(ax, (x + 84, 250), (x + 104, 250))
     label(ax, 350, 140, "...", "center", weight="bold")
     label(ax, 350, 160, f"GPU {ranks - 1}", "center")
-    total, each = sum(parts.values()) / GIB, sent / GIB
+    total, message = sum(parts.values()) / GiB, sent / GiB
     label(ax, 8, 276, f"The same {total:.1f} GiB on all {ranks} GPUs", weight="bold")
-    label(ax, 8, 296, f"In each step, each sends {each:.1f} GiB of gradients to the next")
-    sizes = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in parts.items())
+    label(ax, 8, 296, f"In each step, each sends {message:.1f} GiB of gradients to the next")
+    sizes = ", ".join(f"{name} {size / GiB:.1f} GiB" for name, size in parts.items())
     return finished(picture, f"{ranks} GPUs, each with its own sequence and the same {total:.1f} GiB: {sizes}. In each "
-                    f"step, each GPU sends {each:.1f} GiB of gradients to the next.")  # fmt: skip
+                    f"step, each GPU sends {message:.1f} GiB of gradients to the next.")  # fmt: skip
 
 
 def draw_collectives(collectives: Mapping[str, tuple[Sequence, Sequence]]) -> Picture:
@@ -48,9 +46,9 @@ def draw_collectives(collectives: Mapping[str, tuple[Sequence, Sequence]]) -> Pi
     ranks = len(OWNERS)
 
     def boxes(numbers: Sequence[float] | None) -> list[tuple[str, str]]:
-        shown = [f"{number:.0f}" for number in numbers or []]
-        colors = [WHITE if len(set(n)) == 1 and len(n) == ranks else OWNERS[len(n) - 1] for n in shown]
-        return list(zip(shown, colors, strict=True)) + [("", PANEL)] * (ranks - len(shown))
+        texts = [f"{number:.0f}" for number in numbers or []]
+        colors = [WHITE if len(set(n)) == 1 and len(n) == ranks else OWNERS[len(n) - 1] for n in texts]
+        return list(zip(texts, colors, strict=True)) + [("", PANEL)] * (ranks - len(texts))
 
     def words(numbers: Sequence[float] | None) -> str:
         return "nothing" if numbers is None else f"[{' '.join(f'{n:.0f}' for n in numbers)}]"
@@ -117,16 +115,14 @@ def draw_overlap(forward: float, backward: float, message: float, buckets: int) 
 
     `forward` and `backward` are seconds of a micro-batch, `message` the seconds that one of `buckets` messages takes.
     """
-    when = {
+    sends_by_case = {
         "after backward": ("after", "after"), "during backward, in buckets": ("during", "during"),
         "no_sync in the first micro-batch": ("", "during"),
     }  # fmt: skip
-    picture, ax = sketch(30 + 86 * len(when))
-    for place, (name, color) in enumerate(PASSES.items()):
-        box(ax, 50 + 110 * place, 8, 12, 12, "", color)
-        label(ax, 68 + 110 * place, 14, name)
-    scale, ends = 340 / (2 * (forward + backward + buckets * message)), []
-    for place, (name, sends) in enumerate(when.items()):
+    picture, ax = sketch(30 + 86 * len(sends_by_case))
+    keys(ax, PASSES, (50, 160, 270), 8)
+    scale, titles = 340 / (2 * (forward + backward + buckets * message)), []
+    for place, (name, sends) in enumerate(sends_by_case.items()):
         y, clock = 46 + 86 * place, 0.0
         for row, lane in enumerate(("GPU", "link")):
             label(ax, 44, y + 23 + 24 * row, lane, "right")
@@ -141,10 +137,10 @@ def draw_overlap(forward: float, backward: float, message: float, buckets: int) 
                 free = begin + message
                 box(ax, 50 + scale * begin, y + 36, scale * message, 22, "", PASSES["all-reduce"])
             clock = max(clock, free)
-        ends.append(f"{name}: {1e3 * clock:.0f} ms")
-        label(ax, 50, y, ends[-1], weight="bold")
+        titles.append(f"{name}: {1e3 * clock:.0f} ms")
+        label(ax, 50, y, titles[-1], weight="bold")
     return finished(picture, f"Two micro-batches, with gradients in {buckets} buckets of {1e3 * message:.0f} ms each. "
-                    f"The gradients are averaged at the end: {'; '.join(ends)}.")  # fmt: skip
+                    f"The gradients are averaged at the end: {'; '.join(titles)}.")  # fmt: skip
 
 
 def draw_steps(
@@ -154,10 +150,7 @@ def draw_steps(
     messages, of the update, and of the wait for the slowest rank, or those parts that `colors` has. With `shares`, all
     bars are equally long."""
     picture, ax = sketch(54 + 54 * len(steps))
-    for place, (name, color) in enumerate(colors.items()):
-        x, y = (12, 112, 270)[place % 3], 10 + 18 * (place // 3)
-        box(ax, x, y, 12, 12, "", color)
-        label(ax, x + 18, y + 6, name)
+    keys(ax, colors, (12, 112, 270), 10)
     longest = max(sum(parts.values()) for parts in steps.values())
     texts = []
     for row, (name, parts) in enumerate(steps.items()):

@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from ...plots.canvas import FAINT, MUTED, PALETTE, SMALL, WHITE, Picture, new_picture, number_axes, styled
 from ...plots.curve import LINES, MARKERS
-from ...plots.schematic import box, finished, grid, label, sketch
+from ...plots.schematic import box, finished, grid, keys, label, sketch
 
 TOKEN = 23  # pixels per token
 
@@ -92,10 +92,7 @@ def draw_outcomes(counts: Mapping[str, Mapping[tuple[bool, bool], int]]) -> Pict
         (False, False): ("both wrong", WHITE),
     }
     picture, ax = sketch(62 + 58 * len(counts))
-    for place, (words, color) in enumerate(kinds.values()):
-        left, top = 12 + 190 * (place % 2), 8 + 22 * (place // 2)
-        box(ax, left, top, 14, 14, color=color)
-        label(ax, left + 20, top + 7, words)
+    keys(ax, dict(kinds.values()), (12, 202), 8, side=14, line=22)
     facts = []
     for row, (name, outcomes) in enumerate(counts.items()):
         y, x, total = 68 + 58 * row, 12.0, sum(outcomes.values())

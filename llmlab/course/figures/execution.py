@@ -23,14 +23,14 @@ class Span(NamedTuple):
 
 
 def draw_lanes(cases: Mapping[str, Sequence[Span]], unit: str) -> Picture:
-    """Draw for each case what the CPU and the GPU do over time. Spans named "wait" are drawn empty."""
+    """Draw the work of the CPU and the GPU over time, for each case. Spans named "wait" are drawn empty."""
     picture, ax = sketch(6 + 112 * len(cases))
     scale = 330 / max(span.end for spans in cases.values() for span in spans)
     words = []
     for number, (case, spans) in enumerate(cases.items()):
         top = 14 + 112 * number
-        ends = max(span.end for span in spans)
-        label(ax, LEFT, top, f"{case}: {ends:g} {unit}", weight="bold")
+        end_of_case = max(span.end for span in spans)
+        label(ax, LEFT, top, f"{case}: {end_of_case:g} {unit}", weight="bold")
         rows = {lane: top + 14 + 38 * row for row, lane in enumerate(LANES)}
         for lane, y in rows.items():
             label(ax, LEFT, y + 12, lane)
@@ -39,7 +39,7 @@ def draw_lanes(cases: Mapping[str, Sequence[Span]], unit: str) -> Picture:
             color = WHITE if name == "wait" else LANES[lane]
             box(ax, 52 + scale * begin, rows[lane], scale * (end - begin), 24, name, color)
         busy = sum(end - begin for lane, _, begin, end in spans if lane == "GPU")
-        words.append(f"{case}: {ends:g} {unit}, in which the GPU works for {busy:g}")
+        words.append(f"{case}: {end_of_case:g} {unit}, in which the GPU works for {busy:g}")
     return finished(picture, f"What the CPU and the GPU do over time. {'; '.join(words)}.")
 
 
@@ -117,7 +117,7 @@ def draw_tiles(side: str) -> Picture:
 
 
 def draw_levels(levels: Sequence[tuple[str, str, str]]) -> Picture:
-    """Draw tiles inside each other, the largest first: (size, whose tile it is, where its inputs are)."""
+    """Draw tiles inside each other, the largest first: (size, owner, memory of the inputs)."""
     height = 34 + 48 * len(levels)
     picture, ax = sketch(height + 20)
     words = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.colors import ListedColormap
 
 from ...plots.canvas import INK, MUTED, PALETTE, SMALL, WHITE, Picture, legend, new_picture, styled
-from ...plots.schematic import box, finished, grid, label, link, sketch
+from ...plots.schematic import box, finished, grid, keys, label, link, sketch
 
 IN_MEMORY, IN_THE_LOOP, KEPT = PALETTE[1], PALETTE[2], PALETTE[5]
 TILES = {"skipped": WHITE, "computed, then masked": PALETTE[1], "computed": PALETTE[5]}
@@ -16,9 +16,9 @@ TILES = {"skipped": WHITE, "computed, then masked": PALETTE[1], "computed": PALE
 
 @styled()
 def draw_online_softmax(scores: Sequence[float], states: Sequence[tuple[float, float]]) -> Picture:
-    """Draw the scores as bars, cut into tiles, with the maximum m and the sum l that are known after each tile.
+    """Draw the scores as bars, cut into tiles of equal length, with the maximum m and the sum l after each tile.
 
-    `states`: (m, l) after each tile. All tiles have the same length.
+    `states`: (m, l) after each tile.
     """
     width = len(scores) // len(states)
     picture, (ax,) = new_picture(3.2)
@@ -35,13 +35,13 @@ def draw_online_softmax(scores: Sequence[float], states: Sequence[tuple[float, f
     limits = (-0.6, len(scores) - 0.4), (min(scores) - 0.1, top + 0.2)
     ax.set(xlim=limits[0], ylim=limits[1], xlabel="position", ylabel="score")
     legend(picture, {"score": PALETTE[0], "maximum so far, m": PALETTE[3]})
-    known = ", ".join(f"{m:.2f} and {total:.3f}" for m, total in states)
-    picture.alt = f"Online softmax over {len(scores)} scores in tiles of {width}. Maximum and sum so far: {known}."
+    pairs = ", ".join(f"{m:.2f} and {total:.3f}" for m, total in states)
+    picture.alt = f"Online softmax over {len(scores)} scores in tiles of {width}. Maximum and sum so far: {pairs}."
     return picture
 
 
 def draw_tile_loop() -> Picture:
-    """Draw one program of the forward pass: which tensors stay in it, and what it computes for each tile of keys."""
+    """Draw one program of the forward pass: the tensors that it keeps, and its computation for each tile of keys."""
     picture, ax = sketch(326)
     label(ax, 12, 14, "in the memory of the GPU: k and v, S rows each")
     for y, name in ((26, "k"), (50, "v")):
@@ -49,22 +49,19 @@ def draw_tile_loop() -> Picture:
     link(ax, (12, 86), (250, 86), color=MUTED)
     label(ax, 258, 86, "the loop", color=MUTED)
     label(ax, 258, 50, "each program\nreads them once", color=MUTED)
-    link(ax, (112, 74), (112, 128))
     box(ax, 12, 104, 376, 172, "", WHITE)
     label(ax, 124, 116, "one program", weight="bold")
     box(ax, 20, 132, 60, 34, "q\nM rows", KEPT)
     box(ax, 92, 132, 90, 34, "s = q·kᵀ\nM × M", IN_THE_LOOP)
     box(ax, 206, 132, 172, 34, "m′ = max(m, s)\np = exp(s − m′)", IN_THE_LOOP)
-    link(ax, (80, 149), (92, 149))
-    link(ax, (182, 149), (206, 149))
     box(ax, 20, 196, 120, 34, "l ← l·exp(m − m′)\n+ Σp", KEPT)
     box(ax, 152, 196, 148, 34, "o ← o·exp(m − m′)\n+ p·v", KEPT)
     box(ax, 312, 196, 66, 34, "m ← m′", KEPT)
+    for start, end in (((112, 74), (112, 128)), ((80, 149), (92, 149)), ((182, 149), (206, 149))):
+        link(ax, start, end)
     for x in (80, 226, 345):
         link(ax, (292, 166), (x, 196), color=MUTED)
-    for x, color, words in ((20, KEPT, "kept during the loop"), (204, IN_THE_LOOP, "replaced by each tile")):
-        box(ax, x, 248, 12, 12, color=color)
-        label(ax, x + 18, 254, words)
+    keys(ax, {"kept during the loop": KEPT, "replaced by each tile": IN_THE_LOOP}, (20, 204), 248)
     link(ax, (200, 276), (200, 294))
     label(ax, 200, 308, "after the last tile: o / l, and lse = m + log l", "center")
     return finished(
@@ -90,8 +87,8 @@ def draw_causal_tiles(rows: int, tile: int) -> Picture:
     ax.set(xlabel=f"first key of {tile}", ylabel=f"first query of {tile}", ylim=(rows, 0), aspect="equal")
     legend(picture, TILES)
     counts = [sum(row.count(place) for row in kind) for place in range(3)]
-    shown = ", ".join(f"{count} {name}" for count, name in zip(counts, TILES, strict=True))
-    picture.alt = f"Scores of {rows * tile} tokens in tiles of {tile} × {tile}: {shown}. A program works on one row."
+    tiles = ", ".join(f"{count} {name}" for count, name in zip(counts, TILES, strict=True))
+    picture.alt = f"Scores of {rows * tile} tokens in tiles of {tile} × {tile}: {tiles}. A program works on one row."
     return picture
 
 
@@ -106,11 +103,10 @@ def draw_backward() -> Picture:
     for number, name in enumerate(("scores s", "probabilities p")):
         box(ax, 112 + 142 * number, 76, 132, 38, f"{name}\nS × S", WHITE, MUTED)
     label(ax, 12, 134, "recomputed, tile by tile", weight="bold")
-    box(ax, 12, 148, 132, 38, "p = exp(q·kᵀ − lse)", IN_THE_LOOP)
-    box(ax, 156, 148, 96, 38, "δ = dO·out", IN_THE_LOOP)
-    box(ax, 264, 148, 124, 38, "ds = p·(dp − δ)", IN_THE_LOOP)
-    link(ax, (144, 167), (156, 167), color=MUTED)
-    link(ax, (252, 167), (264, 167), color=MUTED)
+    for x, width, words in ((12, 132, "p = exp(q·kᵀ − lse)"), (156, 96, "δ = dO·out"), (264, 124, "ds = p·(dp − δ)")):
+        box(ax, x, 148, width, 38, words, IN_THE_LOOP)
+        if x > 12:
+            link(ax, (x - 12, 167), (x, 167), color=MUTED)
     return finished(
         picture,
         "The forward pass saves q, k, v and the output, S by d each, and lse, one number per row. Scores and "

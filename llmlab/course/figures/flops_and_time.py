@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ...plots.canvas import FAINT, INK, MUTED, PALETTE, PHONE, Picture, new_picture, number_axes, styled
-from ...plots.schematic import box, finished, label, sketch, strip
+from ...plots.schematic import box, finished, keys, label, sketch, strip
 
 COMPUTE, MEMORY = PALETTE[5], PALETTE[1]
 
@@ -34,16 +34,14 @@ def draw_block_flop(forward: Mapping[str, float], weights: float) -> Picture:
 
     `forward`: FLOP of the forward pass, by matmul; `weights`: the parameters of the block.
     """
-    columns = (("forward", COMPUTE), ("input gradient", MEMORY), ("weight gradient", PALETTE[2]))
+    columns = {"forward": COMPUTE, "input gradient": MEMORY, "weight gradient": PALETTE[2]}
     picture, ax = sketch(66 + 30 * len(forward))
     scale = 236 / (3 * max(forward.values()))
-    for (words, color), x in zip(columns, (12, 104, 240), strict=True):
-        box(ax, x, 8, 14, 14, color=color)
-        label(ax, x + 20, 15, words)
+    keys(ax, columns, (12, 104, 240), 8, side=14)
     for row, (name, flop) in enumerate(forward.items()):
         y = 36 + 30 * row
         label(ax, 82, y + 11, name, "right")
-        end = strip(ax, 90, y, [(flop, "", color) for _, color in columns], scale, 22)
+        end = strip(ax, 90, y, [(flop, "", color) for color in columns.values()], scale, 22)
         label(ax, end + 6, y + 11, f"{3 * flop / 1e6:.0f}")
     label(ax, 12, 50 + 30 * len(forward), f"MFLOP per token of one block, which has {weights / 1e6:.1f}M weights",
           color=MUTED)  # fmt: skip
@@ -56,9 +54,7 @@ def draw_seconds(seconds: Mapping[str, float], compute: Sequence[str], title: st
     picture, ax = sketch(52 + 40 * len(seconds))
     scale = 290 / max(seconds.values())
     label(ax, 12, 14, title, weight="bold")
-    for x, words, color in ((12, "bound by FLOP", COMPUTE), (150, "bound by memory bandwidth", MEMORY)):
-        box(ax, x, 29, 14, 14, color=color)
-        label(ax, x + 20, 36, words)
+    keys(ax, {"bound by FLOP": COMPUTE, "bound by memory bandwidth": MEMORY}, (12, 150), 29, side=14)
     for row, (name, value) in enumerate(seconds.items()):
         y = 60 + 40 * row
         label(ax, 12, y, name)
@@ -106,9 +102,9 @@ def draw_roofline(kernels: Mapping[str, Work], roofs: Mapping[str, tuple[float, 
         size = 30 + 500 * work.seconds / total
         ax.scatter([x], [y], [size], color=COMPUTE if x > ridge else MEMORY, edgecolor=INK, linewidth=0.5, zorder=3)
         gap = 1 + size**0.5 / 2  # points from the middle of a dot to its name
-        beside = x < ridge
-        ax.annotate(name, (x, y), (gap + 3, -4) if beside else (0, gap), textcoords="offset points", size=9,
-                    ha="left" if beside else "center", va="center" if beside else "bottom")  # fmt: skip
+        memory_bound = x < ridge
+        ax.annotate(name, (x, y), (gap + 3, -4) if memory_bound else (0, gap), textcoords="offset points", size=9,
+                    ha="left" if memory_bound else "center", va="center" if memory_bound else "bottom")  # fmt: skip
         words.append(f"{name} {x:.3g} FLOP per byte, {y / 1e12:.2g} TFLOP/s")
     ax.axvline(ridge, color=FAINT, linewidth=1, zorder=0)
     ax.text(ridge * 0.93, 2e9, f"ridge: {ridge:.0f}", rotation=90, ha="right", va="bottom", color=MUTED, size=9)
@@ -124,13 +120,13 @@ def draw_errors(errors: Sequence[Error], title: str) -> Picture:
     """Draw the error of each estimate over the measured MFU, with a line for its interval."""
     picture, (ax,) = new_picture(3.6, width=PHONE)
     ax.axhline(0, color=INK, linewidth=1)
-    mfu = [each.mfu for each in errors]
-    ax.vlines(mfu, [each.low for each in errors], [each.high for each in errors], color=COMPUTE, linewidth=2)
-    ax.plot(mfu, [each.error for each in errors], "o", color=PALETTE[0], markersize=4)
+    mfu = [row.mfu for row in errors]
+    ax.vlines(mfu, [row.low for row in errors], [row.high for row in errors], color=COMPUTE, linewidth=2)
+    ax.plot(mfu, [row.error for row in errors], "o", color=PALETTE[0], markersize=4)
     number_axes(ax, "measured MFU (%)", "error of the estimated time (%)")
     ax.set_title(title)
-    sizes = [abs(each.error) for each in errors]
-    inside = sum(each.low <= 0 <= each.high for each in errors)
+    sizes = [abs(row.error) for row in errors]
+    inside = sum(row.low <= 0 <= row.high for row in errors)
     picture.alt = (
         f"Errors of {len(errors)} estimated times: median {median(sizes):.0f} %, at worst {max(sizes):.0f} %, {inside} "
         f"inside their intervals, at a measured MFU of {min(mfu):.0f} to {max(mfu):.0f} %."

@@ -29,14 +29,14 @@ class Layer(NamedTuple):
 
 
 def draw_ranges(formats: Mapping[str, Format], numbers: Mapping[str, Sequence[Tensor]]) -> Picture:
-    """Draw from which to which power of two each format reaches, and where 98 % of each kind of `numbers` lie.
+    """Draw the range of each format in powers of two, and the range of 98 % of each kind of `numbers`.
 
-    The hatched part of a format are its subnormal numbers.
+    The hatched part of a format shows its subnormal numbers.
     """
     pixels, lowest = 7.4, -34  # per power of two; the first one that is drawn
     picture, ax = sketch(44 + 26 * (len(formats) + len(numbers)))
 
-    def at(power: float) -> float:
+    def x_of(power: float) -> float:
         return 12 + pixels * (max(power, lowest) - lowest)
 
     def power_of(value: float) -> float:
@@ -45,21 +45,21 @@ def draw_ranges(formats: Mapping[str, Format], numbers: Mapping[str, Sequence[Te
     y, words = 16, []
     for (name, f), color in zip(formats.items(), (E4M3, E5M2), strict=True):
         low, normal, high = (power_of(value) for value in (f.smallest, f.smallest_normal, f.largest))
-        box(ax, at(low), y, at(normal) - at(low), 14, "", WHITE, hatch="////")
-        box(ax, at(normal), y, at(high) - at(normal), 14, "", color)
-        label(ax, at(low) - 6, y + 7, name, "right")
+        box(ax, x_of(low), y, x_of(normal) - x_of(low), 14, "", WHITE, hatch="////")
+        box(ax, x_of(normal), y, x_of(high) - x_of(normal), 14, "", color)
+        label(ax, x_of(low) - 6, y + 7, name, "right")
         words.append(f"{name} reaches from 2^{low:.0f}, with full precision from 2^{normal:.0f}, to 2^{high:.1f}")
         y += 26
     for name, tensors in numbers.items():
         sizes = cat([t.flatten() for t in tensors]).abs()
         low, high = (sizes[sizes > 0].log2().quantile(share).item() for share in (0.01, 0.99))
-        box(ax, at(low), y, at(high) - at(low), 14, "", PALETTE[2])
-        side, x = ("left", at(high) + 6) if high < -4 else ("right", at(low) - 6)
+        box(ax, x_of(low), y, x_of(high) - x_of(low), 14, "", PALETTE[2])
+        side, x = ("left", x_of(high) + 6) if high < -4 else ("right", x_of(low) - 6)
         label(ax, x, y + 7, name, side)
         words.append(f"{name} 2^{low:.0f} to 2^{high:.0f}")
         y += 26
     for power in range(-30, 17, 10):
-        label(ax, at(power), y + 6, f"$2^{{{power}}}$", "center", color=MUTED)
+        label(ax, x_of(power), y + 6, f"$2^{{{power}}}$", "center", color=MUTED)
     return finished(picture, f"Sizes on a scale of powers of two: {'; '.join(words)}.")
 
 

@@ -142,8 +142,9 @@ def draw_influence(models: Mapping[str, Tensor]) -> Picture:
         )  # fmt: skip
         ax.set(aspect="equal", ylim=(len(reads), 0), xticks=(), yticks=(), xlabel="token that is replaced")
         ax.set_title(name, loc="left", weight="bold")
-        own, earlier, later = reads.trace(), reads.tril(-1).sum(), reads.triu(1).sum()
-        words.append(f"{name}: {earlier} pairs with an earlier token, {own} with the same, {later} with a later one")
+        from_same, from_earlier, from_later = reads.trace(), reads.tril(-1).sum(), reads.triu(1).sum()
+        pairs = f"{from_earlier} pairs with an earlier token, {from_same} with the same, {from_later} with a later one"
+        words.append(f"{name}: {pairs}")
     panels[0].set_ylabel("position of the prediction")
     picture.alt = f"Which token changes which prediction. {'; '.join(words)}."
     return picture
@@ -155,25 +156,19 @@ def draw_mlps(h: int, wide: int, gated: int) -> Picture:
     plain, swiglu = 2 * h * wide, 3 * h * gated
     scale = 104 / max(wide, gated)
     label(ax, 12, 14, f"GELU MLP: 2 × {h:,} × {wide:,} = {plain:,}", weight="bold")
-    _layer(ax, 20, 84, h * scale, f"{h:,}")
+    label(ax, 12, 176, f"SwiGLU: 3 × {h:,} × {gated:,} = {swiglu:,}", weight="bold")
+    for y, width in ((84, wide), (266, gated)):
+        for x, channels in ((20, h), (244, width), (360, h)):
+            _layer(ax, x, y, channels * scale, f"{channels:,}")
+        link(ax, (262, y), (359, y), "down")
     _layer(ax, 122, 84, wide * scale, f"{wide:,}")
-    _layer(ax, 244, 84, wide * scale, f"{wide:,}")
-    _layer(ax, 360, 84, h * scale, f"{h:,}")
     link(ax, (38, 84), (121, 84), "up")
     link(ax, (140, 84), (243, 84), "GELU")
-    link(ax, (262, 84), (359, 84), "down")
-    label(ax, 12, 176, f"SwiGLU: 3 × {h:,} × {gated:,} = {swiglu:,}", weight="bold")
-    _layer(ax, 20, 266, h * scale, f"{h:,}")
-    for y, name in ((228, "gate"), (304, "up")):
+    for y, y_of_words, name, function, end in ((228, 200, "gate", "SiLU", 262), (304, 334, "up", "×", 270)):
         _layer(ax, 122, y, gated * scale, "")
+        label(ax, 146, y_of_words, f"{gated:,}")
         link(ax, (38, 266), (121, y), name)
-    label(ax, 146, 200, f"{gated:,}")
-    label(ax, 146, 334, f"{gated:,}")
-    link(ax, (140, 228), (243, 262), "SiLU")
-    link(ax, (140, 304), (243, 270), "×")
-    _layer(ax, 244, 266, gated * scale, f"{gated:,}")
-    link(ax, (262, 266), (359, 266), "down")
-    _layer(ax, 360, 266, h * scale, f"{h:,}")
+        link(ax, (140, y), (243, end), function)
     return finished(
         picture,
         f"Two MLPs. GELU: a matmul from {h:,} to {wide:,} channels, GELU, a matmul back, {plain:,} weights. SwiGLU: "
@@ -204,28 +199,29 @@ def draw_rope(turns: Sequence[float], pairs: Sequence[int], query: int, key: int
 
     picture, ax = sketch(354)
     label(ax, 12, 16, "One key at positions 0 to 4, three pairs of channels")
-    rates = []
+    rate_texts = []
     for x, pair in zip((68, 200, 332), pairs, strict=True):
         circle(x, 92)
         for position in range(5):
-            shown = turns[pair] > 0.3 or (turns[pair] > 0.05 and position in (0, 4))
-            hand(x, 92, 0.3 + position * turns[pair], str(position) if shown else "", PALETTE[position])
-        rates.append(f"pair {pair}: {math.degrees(turns[pair]):.2g}° each")
-        label(ax, x, 158, rates[-1], "center")
+            labelled = turns[pair] > 0.3 or (turns[pair] > 0.05 and position in (0, 4))
+            hand(x, 92, 0.3 + position * turns[pair], str(position) if labelled else "", PALETTE[position])
+        rate_texts.append(f"pair {pair}: {math.degrees(turns[pair]):.2g}° each")
+        label(ax, x, 158, rate_texts[-1], "center")
     middle = pairs[1]
     label(ax, 12, 196, f"Pair {middle} of a query and of a key, {query - key} tokens apart")
-    apart = []
-    for x, later in ((100, 0), (300, shift)):
+    angle_texts = []
+    for x, offset in ((100, 0), (300, shift)):
         circle(x, 268)
-        angles = 1.9 + (query + later) * turns[middle], 0.7 + (key + later) * turns[middle]
+        angles = 1.9 + (query + offset) * turns[middle], 0.7 + (key + offset) * turns[middle]
         hand(x, 268, angles[0], "q", PALETTE[0])
         hand(x, 268, angles[1], "k", PALETTE[3])
-        apart.append(f"{math.degrees(angles[0] - angles[1]) % 360:.0f}°")
-        label(ax, x, 340, f"at {query + later} and {key + later}: {apart[-1]} apart", "center")
+        angle_texts.append(f"{math.degrees(angles[0] - angles[1]) % 360:.0f}°")
+        label(ax, x, 340, f"at {query + offset} and {key + offset}: {angle_texts[-1]} apart", "center")
     return finished(
         picture,
-        f"RoPE turns pairs of channels by an angle per position. {'; '.join(rates)}. A query at {query} and a key at "
-        f"{key} are {apart[0]} apart in pair {middle}; {shift} positions later they are {apart[1]} apart.",
+        f"RoPE turns pairs of channels by an angle per position. {'; '.join(rate_texts)}. A query at {query} and a key "
+        f"at {key} are {angle_texts[0]} apart in pair {middle}; {shift} positions later they are {angle_texts[1]} "
+        "apart.",
     )
 
 
@@ -254,17 +250,17 @@ def draw_groups(heads: int, groups: Mapping[str, int]) -> Picture:
     return finished(picture, f"Query heads and the key/value heads that they share. {'; '.join(words)}.")
 
 
-def draw_lines(ends: Mapping[str, Sequence[Sequence[float]]], steps: Sequence[float], bound: tuple[str, float],
+def draw_lines(models: Mapping[str, Sequence[Sequence[float]]], steps: Sequence[float], bound: tuple[str, float],
                xlabel: str, ylabel: str) -> Picture:  # fmt: skip
-    """Draw the curves of several seeds: for each name the mean as a line and the range of the seeds as a band.
+    """Draw the mean of each model's curves as a line, and the range of the seeds as a band.
 
-    `bound` is the name and the height of a horizontal line.
+    `models` has a curve for each seed, and `bound` is the name and the height of a horizontal line.
     """
-    means = {name: [sum(seeds) / len(seeds) for seeds in zip(*curves, strict=True)] for name, curves in ends.items()}
+    means = {name: [sum(seeds) / len(seeds) for seeds in zip(*curves, strict=True)] for name, curves in models.items()}
     name, height = bound
     picture = plot_curve(steps, {**means, name: [height] * len(steps)}, xlabel, ylabel)
     ax = picture.axes[0]
-    for line, curves in zip(ax.get_lines(), ends.values(), strict=False):
+    for line, curves in zip(ax.get_lines(), models.values(), strict=False):
         low, high = ([pick(seeds) for seeds in zip(*curves, strict=True)] for pick in (min, max))
         ax.fill_between(list(steps), low, high, color=line.get_color(), alpha=0.25, linewidth=0)
     return picture

@@ -47,10 +47,10 @@ def draw_scores(tokens: int = 7) -> Picture:
         grid(ax, 90, 62 + 24 * place, [[("", newest)] * (place + 1)], 38, 24)
     label(ax, 42, 18, "keys (and values): used by every row below", weight="bold")
     label(ax, 36, 50 + 24 * tokens, "new", "right", color=MUTED)
-    every = tokens * (tokens + 1) // 2
-    label(ax, 42, 72 + 24 * tokens, f"new token: {tokens} scores with a cache, {every} without")
+    all_scores = tokens * (tokens + 1) // 2
+    label(ax, 42, 72 + 24 * tokens, f"new token: {tokens} scores with a cache, {all_scores} without")
     return finished(
         picture,
         f"Scores of {tokens} tokens under a causal mask. Row t uses query t and the keys up to t. The new token needs "
-        f"{tokens} scores; without a cache all {every} are computed again.",
+        f"{tokens} scores; without a cache all {all_scores} are computed again.",
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...base.units import GiB
 from ...plots.canvas import FAINT, MUTED, PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, grid, label, link, sketch, strip
+from ...plots.schematic import box, finished, grid, keys, label, link, sketch, strip
 
-GIB = 2**30
 HEADS, WIDE = 8, 33  # query heads drawn of each layer
 
 
@@ -18,27 +18,25 @@ def draw_budget(budgets: Mapping[str, Mapping[str, int]], request: int) -> Pictu
     """
     picture, ax = sketch(34 + 56 * len(budgets))
     scale = 376 / max(sum(parts.values()) for parts in budgets.values())
-    for place, (name, color) in enumerate({"weights": FAINT, "other": PALETTE[2], "requests": PALETTE[1]}.items()):
-        box(ax, 12 + 110 * place, 10, 14, 14, color=color)
-        label(ax, 32 + 110 * place, 17, name)
+    keys(ax, {"weights": FAINT, "other": PALETTE[2], "requests": PALETTE[1]}, (12, 122, 232), 10, side=14)
     words = []
     for row, (name, parts) in enumerate(budgets.items()):
         y, count = 46 + 56 * row, max(0, parts["cache"]) // request
-        words.append(f"{name}: {max(0, parts['cache']) / GIB:.1f} GiB for {count} requests")
+        words.append(f"{name}: {max(0, parts['cache']) / GiB:.1f} GiB for {count} requests")
         label(ax, 12, y, words[-1], weight="bold")
         pieces = [(parts["weights"], "", FAINT), (parts["other"], "", PALETTE[2])]
         strip(ax, 12, y + 10, [*pieces, *[(request, "", PALETTE[1])] * count], scale, 22)
     return finished(picture, f"Memory as an engine divides it, with room for the cache. {'; '.join(words)}.")
 
 
-def draw_heads(kept: Mapping[str, tuple[int, int, int]]) -> Picture:
+def draw_heads(models: Mapping[str, tuple[int, int, int]]) -> Picture:
     """Draw the keys and values of a layer below the query heads that share them.
 
-    `kept`: by the model's name its query heads, its key/value heads (0: one latent for all) and the bytes per token.
+    `models`: by name, the number of query heads, of key/value heads (0: one latent for all) and the bytes per token.
     """
-    picture, ax = sketch(4 + 98 * len(kept))
+    picture, ax = sketch(4 + 98 * len(models))
     label(ax, 388, 14, "per token and layer", "right", color=MUTED)
-    for row, (name, (heads, kv_heads, size)) in enumerate(kept.items()):
+    for row, (name, (heads, kv_heads, size)) in enumerate(models.items()):
         y, shared = 14 + 98 * row, min(HEADS, heads // kv_heads) if kv_heads else HEADS
         label(ax, 12, y, name, weight="bold")
         grid(ax, 12, y + 14, [[(f"q{head}", PALETTE[5]) for head in range(HEADS)]], WIDE, 24)
@@ -46,7 +44,7 @@ def draw_heads(kept: Mapping[str, tuple[int, int, int]]) -> Picture:
         grid(ax, 12, y + 42, [[(words, PALETTE[1])] * (HEADS // shared)], WIDE * shared, 24)
         label(ax, 284, y + 26, f"… {heads} heads", color=MUTED)
         label(ax, 284, y + 54, f"{size / 1024:.3g} KiB")
-    sizes = "; ".join(f"{name}: {size / 1024:.3g} KiB" for name, (_, _, size) in kept.items())
+    sizes = "; ".join(f"{name}: {size / 1024:.3g} KiB" for name, (_, _, size) in models.items())
     return finished(picture, f"Query heads, and the keys and values that they share, per token and layer. {sizes}.")
 
 

@@ -1,4 +1,4 @@
-"""The drawings of the chapter on launching a job: who starts the ranks, a restart, and where the time goes."""
+"""The drawings of the chapter on launching a job: nodes and ranks, a restart, and the time that is lost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def draw_nodes(nodes: int, gpus: int) -> Picture:
     for row, node in enumerate((0, 1, nodes - 1)):
         y = 46 + 70 * row + 26 * (row == 2)
         rank(ax, 8, y, 244, 62, f"node {node}: torchrun")
-        here = range(gpus * node, gpus * (node + 1))
-        grid(ax, 18, y + 26, [[(str(each), PALETTE[5] if each else PALETTE[1]) for each in here]], 28, 28)
+        node_ranks = range(gpus * node, gpus * (node + 1))
+        grid(ax, 18, y + 26, [[(str(number), PALETTE[5] if number else PALETTE[1]) for number in node_ranks]], 28, 28)
         link(ax, (252, y + 31), (314, 138 + 18 * (row - 1)))
     label(ax, 130, 199, "...", "center", weight="bold")
     box(ax, 314, 92, 78, 92, "store:\naddresses\nof all\nranks", PALETTE[1])
@@ -48,14 +48,14 @@ def draw_restart(died: int, saved: int, steps: int) -> Picture:
     killed = strip(ax, left, 86, before, 1)
     label(ax, killed + 4, 99, "killed", weight="bold")
     ended = strip(ax, left, 50, [*before, (48, "waits", PALETTE[1])], 1)
-    again = strip(ax, left, 14, [(ended - left, "watches", WHITE), (48, "starts", PALETTE[4])], 1)
-    strip(ax, again, 14, [(wide * len(after), "watches", WHITE)], 1)
+    restart = strip(ax, left, 14, [(ended - left, "watches", WHITE), (48, "starts", PALETTE[4])], 1)
+    strip(ax, restart, 14, [(wide * len(after), "watches", WHITE)], 1)
     for y in (50, 86):
-        strip(ax, again, y, after, 1)
-    checkpoint, at = f"checkpoint after step {saved}", left + wide * saved
-    box(ax, at - 80, 152, 170, 30, checkpoint, PALETTE[2])
-    link(ax, (at, 112), (at, 152), "save")
-    link(ax, (at + 90, 167), (again, 112), "load", bend=0.25)
+        strip(ax, restart, y, after, 1)
+    checkpoint, checkpoint_x = f"checkpoint after step {saved}", left + wide * saved
+    box(ax, checkpoint_x - 80, 152, 170, 30, checkpoint, PALETTE[2])
+    link(ax, (checkpoint_x, 112), (checkpoint_x, 152), "save")
+    link(ax, (checkpoint_x + 90, 167), (restart, 112), "load", bend=0.25)
     return finished(
         picture,
         f"Both ranks compute steps 1 to {died} and save a {checkpoint}. Rank 1 is killed, and rank 0 waits for it. "

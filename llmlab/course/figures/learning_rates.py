@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...plots.canvas import FAINT, INK, MUTED, PALETTE, PHONE, SMALL, Picture, new_picture, number_axes, styled
+from ...plots.curve import LINES, MARKERS
 from ...plots.schematic import box, finished, label, sketch
-
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
-MARKERS = "osD^v"
 
 
 @styled()
@@ -20,7 +18,7 @@ def plot_rates(curves: Mapping[str, Mapping[float, Sequence[float]]]) -> Picture
     picture, (ax,) = new_picture(3.6, width=PHONE)
     ax.set_xscale("log")
     alts = []
-    for (name, by_rate), color, marker in zip(curves.items(), COLORS, MARKERS, strict=False):
+    for (name, by_rate), color, marker in zip(curves.items(), LINES, MARKERS, strict=False):
         rates = sorted(by_rate)
         means = [sum(by_rate[rate]) / len(by_rate[rate]) for rate in rates]
         for rate in rates:
@@ -61,7 +59,7 @@ def plot_seeds(losses: Mapping[str, Sequence[float]]) -> Picture:
 def plot_schedules(factors: Mapping[str, Sequence[float]]) -> Picture:
     """Return the factor of the peak learning rate against the step, one line per schedule."""
     picture, (ax,) = new_picture(2.8, width=PHONE)
-    for (name, values), color, style in zip(factors.items(), COLORS, ("-", "--", ":"), strict=False):
+    for (name, values), color, style in zip(factors.items(), LINES, ("-", "--", ":"), strict=False):
         ax.plot(range(len(values)), values, color=color, linestyle=style, linewidth=2.2, label=name)
     number_axes(ax, "step", "share of the peak rate")
     picture.legend(loc="outside lower center", ncols=3, fontsize=SMALL)

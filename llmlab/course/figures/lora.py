@@ -1,4 +1,4 @@
-"""The figures of the chapter on LoRA and QLoRA: where the bytes are, what was learned and forgotten, and NF4."""
+"""The figures of the chapter on LoRA and QLoRA: bytes, losses on new and on old text, and NF4."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Losses = Sequence[tuple[float, float]]  # (new text, old text), one pair for eac
 
 
 def draw_update(side: int, rank: int, tokens: int, sizes: Mapping[str, Sequence[float]]) -> Picture:
-    """Draw a frozen square matrix beside A and B, and a table of MiB.
+    """Draw a frozen square matrix next to A and B, and a table of MiB.
 
-    `sizes` maps a name to the MiB of weights, of gradients, of optimizer states, and of what is saved for backward.
+    `sizes` maps a name to the MiB of weights, gradients, optimizer states, and tensors saved for backward.
     """
     picture, ax = sketch(306 + 30 * len(sizes))
     box(ax, 40, 12, 320, 28, f"x: {tokens:,} tokens × {side:,}", PALETTE[5])
@@ -56,23 +56,23 @@ def plot_bytes_per_weight(ranks: Sequence[int], lines: Mapping[str, Sequence[flo
     ax.set_ylim(0, 1.6 * trained)
     number_axes(ax, "rank", "states, bytes per weight")
     picture.legend(loc="outside lower center", ncols=1, fontsize=SMALL)
-    ends = "; ".join(
+    end_texts = "; ".join(
         f"{name}: {values[0]:.2f} at rank {ranks[0]}, {values[-1]:.1f} at rank {ranks[-1]}"
         for name, values in lines.items()
     )
-    picture.alt = f"Bytes of states per weight against the rank; {trained:g} without LoRA. {ends}."
+    picture.alt = f"Bytes of states per weight against the rank; {trained:g} without LoRA. {end_texts}."
     return picture
 
 
-def _looks(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
+def _styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return a colour and a marker for each method."""
     ranks, targets = iter(LINES["lora"]), iter(LINES["targets"])
     full = iter((LINES["full"], MUTED))
-    looks = {}
+    styles = {}
     for name, marker in zip(methods, MARKERS, strict=False):
         colors = ranks if name.startswith("rank") else targets if "only" in name else full
-        looks[name] = (str(next(colors)), marker)
-    return looks
+        styles[name] = (str(next(colors)), marker)
+    return styles
 
 
 @styled()
@@ -83,10 +83,10 @@ def plot_rates(methods: Mapping[str, Mapping[float, Losses]], start: float) -> P
     `start`, the loss before training.
     """
     picture, (ax,) = new_picture(4.4, width=PHONE)
-    looks = _looks(list(methods))
+    styles = _styles(list(methods))
     words = []
     for name, losses in methods.items():
-        color, marker = looks[name]
+        color, marker = styles[name]
         rates = sorted(losses)
         first = [losses[rate][0][0] for rate in rates]
         place = first.index(min(first))
@@ -111,10 +111,10 @@ def plot_tradeoff(methods: Mapping[str, Mapping[float, Losses]], start: tuple[fl
     The points at the best rate are larger. Runs whose loss on the new text rises are not drawn.
     """
     picture, (ax,) = new_picture(5.2, width=PHONE)
-    looks = _looks(list(methods))
+    styles = _styles(list(methods))
     words = []
     for name, losses in methods.items():
-        color, marker = looks[name]
+        color, marker = styles[name]
         rates = [rate for rate in sorted(losses) if losses[rate][0][0] < start[0]]
         path = [start, *(losses[rate][0] for rate in rates)]
         best = min(rates, key=lambda rate: losses[rate][0][0])

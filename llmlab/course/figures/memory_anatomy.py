@@ -1,4 +1,4 @@
-"""Drawings of Memory anatomy: when each part is alive, what a block saves, moments of a step, the allocator's segments.
+"""Drawings of Memory anatomy: lifetimes of parts, tensors that a block saves, moments of a step, and segments.
 
 All sizes are bytes.
 """
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from ...base.units import GiB, MiB, show_bytes
 from ...plots.canvas import COLORS, FAINT, MUTED, PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, label, link, sketch, strip, tensor
+from ...plots.schematic import box, finished, keys, label, link, sketch, strip, tensor
 
 BLOCKS = 4  # drawn of a model that has more
 
@@ -89,10 +89,7 @@ def draw_moments(moments: Mapping[str, Mapping[str, int]], room: int, gpu: str) 
     used = [part for part in COLORS if any(parts.get(part) for parts in moments.values())]
     picture, ax = sketch(74 + 44 * len(moments))
     limit = 12 + room * scale
-    for number, part in enumerate(used):
-        x, y = 12 + 125 * (number % 3), 14 + 20 * (number // 3)
-        box(ax, x, y - 6, 12, 12, "", COLORS[part])
-        label(ax, x + 18, y, part)
+    keys(ax, {part: COLORS[part] for part in used}, (12, 137, 262), 8, line=20)
     top = 52
     for number, (name, parts) in enumerate(moments.items()):
         y = top + 44 * number
@@ -121,7 +118,7 @@ def draw_segments(segments: Sequence[Mapping[str, Any]], context: int) -> Pictur
         total, used = (segment[f"{name}_size"] / MiB for name in ("total", "allocated"))
         label(ax, 12, y + 6, f"segment of {total:g} MiB: {used:g} MiB allocated")
         _draw_blocks(ax, y + 18, segment["blocks"], scale)
-    reserved, allocated = (sum(each[f"{name}_size"] for each in ordered) for name in ("total", "allocated"))
+    reserved, allocated = (sum(row[f"{name}_size"] for row in ordered) for name in ("total", "allocated"))
     y = 24 + 56 * len(ordered)
     parts = f"{reserved / MiB:.0f} MiB in segments, {context / MiB:.0f} MiB of context"
     label(ax, 12, y, f"the process: {parts}")
@@ -129,8 +126,8 @@ def draw_segments(segments: Sequence[Mapping[str, Any]], context: int) -> Pictur
     strip(ax, 12, y + 12, pieces, 376 / (reserved + context))
     sizes = f"{allocated / MiB:g} MiB allocated, {reserved / MiB:g} MiB reserved"
     label(ax, 12, y + 54, sizes, weight="bold")
-    rows = ", ".join(f"{each['total_size'] / MiB:g} MiB with {each['allocated_size'] / MiB:g} allocated"
-                     for each in ordered)  # fmt: skip
+    rows = ", ".join(f"{row['total_size'] / MiB:g} MiB with {row['allocated_size'] / MiB:g} allocated"
+                     for row in ordered)  # fmt: skip
     process = f"{(reserved + context) / MiB:.0f} MiB"
     return finished(picture, f"Segments: {rows}. {sizes}; with the CUDA context the process uses {process}.")
 

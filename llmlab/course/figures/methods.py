@@ -34,6 +34,6 @@ def draw_phases(phases: Mapping[str, tuple[float, Sequence[tuple[str, float]]]],
         label(ax, x + seconds * width / 2, BOTTOM + 16, name, "center")
         label(ax, x + seconds * width / 2, BOTTOM + 34, f"{seconds:.0f} s", "center", color=MUTED)
         x += seconds * width
-    said = "; ".join(f"{name}: {seconds:.0f} s, " + ", ".join(f"{kind} {size:.0f} GiB" for kind, size in pieces)
+    descriptions = "; ".join(f"{name}: {seconds:.0f} s, " + ", ".join(f"{kind} {size:.0f} GiB" for kind, size in pieces)
                      for name, (seconds, pieces) in phases.items())  # fmt: skip
-    return finished(picture, f"An update over time, and its memory. {said}.")
+    return finished(picture, f"An update over time, and its memory. {descriptions}.")

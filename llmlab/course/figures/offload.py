@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.patches import Rectangle
 
 from ...plots.canvas import COLORS, PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, label, link, rank, sketch, strip
+from ...plots.schematic import box, finished, keys, label, link, rank, sketch, strip
 
 KINDS = {
     "forward": PALETTE[0], "backward": PALETTE[1], "gradients": PALETTE[5], "Adam": PALETTE[3], "weights": PALETTE[2],
@@ -20,8 +20,8 @@ def draw_traffic(parameters: int) -> Picture:
     """Draw the tensors of `parameters` parameters on the GPU and on the host, and the bytes that an update moves
     between them and in the host's memory, with AdamW in mixed precision."""
 
-    def size(each: int) -> str:
-        return f"{each * parameters / 1e9:.0f} GB"
+    def size(per_parameter: int) -> str:
+        return f"{per_parameter * parameters / 1e9:.0f} GB"
 
     picture, ax = sketch(408)
     rank(ax, 8, 8, 384, 74, "GPU")
@@ -29,15 +29,14 @@ def draw_traffic(parameters: int) -> Picture:
     box(ax, 180, 36, 90, 36, "activations", COLORS["activations"])
     box(ax, 280, 36, 100, 36, "a gradient", COLORS["gradients"])
     label(ax, 200, 121, "PCIe", "center", weight="bold")
-    link(ax, (330, 82), (330, 160), f"2N: {size(2)}")
-    link(ax, (70, 160), (70, 82), f"2N: {size(2)}")
     rank(ax, 8, 160, 384, 240, "host")
     box(ax, 20, 188, 360, 30, f"pinned buffer {size(2)}", WHITE)
-    link(ax, (330, 218), (330, 252), f"4N, in fp32: {size(4)}")
-    link(ax, (70, 252), (70, 218), f"2N: {size(2)}")
     box(ax, 20, 252, 360, 40, f"AdamW on the CPU moves 30N: {size(30)}", WHITE)
-    link(ax, (330, 340), (330, 292), f"12N: {size(12)}")
-    link(ax, (70, 292), (70, 340), f"12N: {size(12)}")
+    for x, start, end, words in (
+        (330, 82, 160, f"2N: {size(2)}"), (70, 160, 82, f"2N: {size(2)}"), (330, 218, 252, f"4N, in fp32: {size(4)}"),
+        (70, 252, 218, f"2N: {size(2)}"), (330, 340, 292, f"12N: {size(12)}"), (70, 292, 340, f"12N: {size(12)}"),
+    ):  # fmt: skip
+        link(ax, (x, start), (x, end), words)
     for x, name in ((20, "master weights"), (142, "1st moment"), (264, "2nd moment")):
         box(ax, x, 340, 116, 52, f"{name}\n{size(4)}", COLORS["optimizer"])
     return finished(picture, f"{size(2)} of gradients cross PCIe to a pinned buffer of the host, and {size(2)} of "
@@ -58,16 +57,13 @@ def _merged(works: Sequence[Work], gap: float) -> list[Work]:
 
 
 def draw_timelines(rows: Mapping[str, Sequence[Work]]) -> Picture:
-    """Draw what runs in each lane and when, one panel for each row, as `formulas.time.offload.schedule` returns it.
+    """Draw the works of each lane over time, one panel for each row, as `formulas.time.offload.schedule` returns them.
     All panels have the same scale."""
     lanes = list(dict.fromkeys(lane for works in rows.values() for lane, *_ in works))
     kinds = [kind for kind in KINDS if any(kind == work[3] for works in rows.values() for work in works)]
     high = 40 + 26 * len(lanes)
     picture, ax = sketch(44 + high * len(rows))
-    for place, kind in enumerate(kinds):
-        x, y = 12 + 100 * (place % 4), 8 + 18 * (place // 4)
-        box(ax, x, y, 12, 12, "", KINDS[kind])
-        label(ax, x + 18, y + 6, kind)
+    keys(ax, {kind: KINDS[kind] for kind in kinds}, (12, 112, 212, 312), 8)
     scale = 300 / max(end for works in rows.values() for _, _, end, _ in works)
     texts = []
     for number, (name, works) in enumerate(rows.items()):
@@ -94,10 +90,7 @@ def draw_whole_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw the whole step of each row as a bar of equal length: seconds of compute, of messages between GPUs, of
     copies that nothing hides, and of the update on the host."""
     picture, ax = sketch(30 + 66 * len(steps))
-    for place, (name, color) in enumerate(PARTS.items()):
-        x = (12, 96, 188, 310)[place]
-        box(ax, x, 8, 12, 12, "", color)
-        label(ax, x + 18, 14, name)
+    keys(ax, PARTS, (12, 96, 188, 310), 8)
     texts = []
     for row, (name, parts) in enumerate(steps.items()):
         y, total = 42 + 66 * row, sum(parts.values())
@@ -110,10 +103,11 @@ def draw_whole_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:
 
 
 def activation_schedule(copied: float, backward: float, blocks: int = 4) -> list[tuple[Work, int]]:
-    """Return what runs where if the activations of all blocks but the last are offloaded, each with its block.
+    """Return the works, each with its block, if the activations of all blocks but the last are offloaded.
 
-    The forward pass of a block takes 1, its backward pass `backward`, and a copy of its activations `copied`. The
-    activations of one block may wait for PCIe in the GPU's memory, so the next block starts after that.
+    The forward pass of a block takes 1, its backward pass `backward`, and a copy of its activations `copied`. The GPU's
+    memory has room for the activations of one block that waits for PCIe, so a block starts only after the activations
+    of the block two places before it have left.
     """
     works: list[tuple[Work, int]] = []
     gpu, sent = 0.0, [0.0]  # when the GPU is free, and when the activations of each block have left
@@ -141,9 +135,7 @@ def draw_activations(rows: Mapping[str, tuple[float, float]]) -> Picture:
     colors = {"forward": PALETTE[0], "backward": PALETTE[1], "activations": PALETTE[5]}
     schedules = {name: activation_schedule(*times) for name, times in rows.items()}
     picture, ax = sketch(34 + 88 * len(rows))
-    for place, (kind, color) in enumerate(colors.items()):
-        box(ax, 50 + 100 * place, 8, 12, 12, "", color)
-        label(ax, 68 + 100 * place, 14, kind)
+    keys(ax, colors, (50, 150, 250), 8)
     scale = 340 / max(work[2] for works in schedules.values() for work, _ in works)
     texts = []
     for number, (name, works) in enumerate(schedules.items()):
@@ -152,8 +144,8 @@ def draw_activations(rows: Mapping[str, tuple[float, float]]) -> Picture:
         label(ax, 12, y, texts[-1], weight="bold")
         for row, lane in enumerate(("GPU", "PCIe")):
             label(ax, 44, y + 24 + 26 * row, lane, "right")
-            for (where, begin, finish, kind), block in works:
-                if where == lane:
+            for (work_lane, begin, finish, kind), block in works:
+                if work_lane == lane:
                     words = str(block) if (finish - begin) * scale > 10 else ""
                     width = scale * (finish - begin)
                     box(ax, 50 + scale * begin, y + 13 + 26 * row, width, 22, words, colors[kind])

@@ -22,9 +22,9 @@ def plot_states(states: Mapping[str, tuple[str, float]]) -> Picture:
     """
     picture, ax = sketch(30 + 33 * len(states))
     label(ax, LEFT, 12, "bytes per parameter", weight="bold")
-    for row, (name, (what, size)) in enumerate(states.items()):
+    for row, (name, (state_names, size)) in enumerate(states.items()):
         y = 26 + 33 * row
-        words = f"{what} {round(size, 3):.3g}" if what else "none"
+        words = f"{state_names} {round(size, 3):.3g}" if state_names else "none"
         inside = words if size > 3 else ""
         label(ax, 100, y + 13, name, "right")
         pieces = [(4, "weight 4", WEIGHTS), (4, "gradient 4", GRADIENTS)]
@@ -108,12 +108,12 @@ def _shade(share: float) -> str:
 
 
 class Block(NamedTuple):
-    """A few numbers of one block in 8-bit storage: as they are, their bytes, and as they are read back."""
+    """A few numbers of one block in 8-bit storage: their values, their bytes, and the values that the bytes restore."""
 
     name: str
     values: Sequence[float]
     stored: Sequence[int]
-    back: Sequence[float]
+    restored: Sequence[float]
 
 
 def plot_blocks(blocks: Sequence[Block]) -> Picture:
@@ -128,7 +128,7 @@ def plot_blocks(blocks: Sequence[Block]) -> Picture:
             ("v in fp32", [_short(value) for value in block.values], PALETTE[5]),
             ("v / largest", [_short(value / largest) for value in block.values], WHITE),
             ("stored byte", [f"{byte}" for byte in block.stored], STATES),
-            ("read back", [_short(value) for value in block.back], PALETTE[5]),
+            ("read back", [_short(value) for value in block.restored], PALETTE[5]),
         )
         for row, (name, words, color) in enumerate(rows):
             y = top + 14 + 31 * row

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...base.units import GiB, MiB
 from ...plots.canvas import PALETTE, PANEL, PHONE, WHITE, Picture, cell, legend, name_rows, new_picture, styled, write
-from ...plots.schematic import box, finished, label, link, rank, sketch, strip
+from ...plots.schematic import box, finished, keys, label, link, rank, sketch, strip
 from ..techniques.pipeline_schedules import Span, bubble
 
 KINDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}
@@ -15,27 +16,26 @@ STEP = {
     "messages": PALETTE[3], "gradients, update": PALETTE[2], "stragglers": PALETTE[4],
 }  # fmt: skip
 MEMORY = {"states": PALETTE[5], "activations": PALETTE[1], "other": PALETTE[7]}
-GIB = 2**30
 
 
 def draw_stages(stages: Mapping[str, tuple[str, float]], message: float) -> Picture:
     """Draw the first two and the last of the `stages` of a pipeline, GPU: (layers, bytes of weights), and the
     `message` bytes that pass between neighbours, as hidden states and as their gradients."""
     names = list(stages)
-    shown, passed = [*names[:2], names[-1]], f"{message / 2**20:.0f} MiB"
+    drawn, passed = [*names[:2], names[-1]], f"{message / MiB:.0f} MiB"
     picture, ax = sketch(258)
-    for place, name in enumerate(shown):
+    for place, name in enumerate(drawn):
         y, (layers, weights) = 6 + 98 * place, stages[name]
         rank(ax, 8, y, 384, 50, name)
         box(ax, 74, y + 10, 206, 30, layers, WHITE)
-        label(ax, 336, y + 25, f"{weights / GIB:.1f} GiB", "center")
+        label(ax, 336, y + 25, f"{weights / GiB:.1f} GiB", "center")
         if place < 2:
             link(ax, (110, y + 50), (110, y + 98), passed)
             link(ax, (244, y + 98), (244, y + 50), passed)
     label(ax, 78, 79, "forward", "right")
     label(ax, 276, 79, "backward")
     label(ax, 177, 177, "...", "center", weight="bold")
-    texts = [f"{name} has {layers}, {weights / GIB:.1f} GiB of weights" for name, (layers, weights) in stages.items()]
+    texts = [f"{name} has {layers}, {weights / GiB:.1f} GiB of weights" for name, (layers, weights) in stages.items()]
     return finished(picture, f"A pipeline of {len(stages)} stages. {'; '.join(texts)}. For each micro-batch, a hidden "
                     f"state of {passed} passes from each stage to the next, and its gradient passes back.")  # fmt: skip
 
@@ -63,8 +63,8 @@ def draw_schedules(
         name_rows(ax, [f"{runner} {number}" for number in range(ranks)], axis=False)
         ax.spines["bottom"].set_visible(False)
         ax.tick_params(length=0, labelbottom=ax is axes[-1])
-        done = max(span.end for span in spans)
-        texts.append(f"{name}: done at {done:.4g}, {bubble(list(spans)):.1%} of the time waiting")
+        end_of_plan = max(span.end for span in spans)
+        texts.append(f"{name}: done at {end_of_plan:.4g}, {bubble(list(spans)):.1%} of the time waiting")
     axes[-1].set_xlabel(xlabel)
     used = {KINDS[span.op.kind] for spans in plans.values() for span in spans}
     legend(picture, {kind: color for kind, color in COLORS.items() if kind in used})
@@ -75,19 +75,17 @@ def draw_schedules(
 def draw_in_flight(plans: Mapping[str, Sequence[Span]]) -> Picture:
     """Draw for each schedule (name: spans) how long GPU 0 stores the activations of each micro-batch, from its forward
     to its backward pass."""
-    looks = {"forward": COLORS["forward"], "stored": PALETTE[3], "backward": COLORS["backward"]}
+    colors = {"forward": COLORS["forward"], "stored": PALETTE[3], "backward": COLORS["backward"]}
     counts = {name: 1 + max(span.op.micro_batch for span in spans) for name, spans in plans.items()}
     picture, ax = sketch(32 + sum(30 + 15 * count for count in counts.values()))
-    for place, (name, color) in enumerate(looks.items()):
-        box(ax, 40 + 110 * place, 8, 12, 12, "", color)
-        label(ax, 58 + 110 * place, 14, name)
+    keys(ax, colors, (40, 150, 260), 8)
     scale = 346 / max(span.end for spans in plans.values() for span in spans)
     y, texts = 42.0, []
     for name, spans in plans.items():
         own = {(span.op.kind, span.op.micro_batch): span for span in spans if span.rank == 0}
         micro_batches = range(counts[name])
         starts = [own["F", number].start for number in micro_batches]
-        most = max(sum(own["F", n].start <= at < own["B", n].end for n in micro_batches) for at in starts)
+        most = max(sum(own["F", n].start <= moment < own["B", n].end for n in micro_batches) for moment in starts)
         texts.append(f"{name}: at most {most}")
         label(ax, 40, y, texts[-1], weight="bold")
         for number in micro_batches:
@@ -95,7 +93,7 @@ def draw_in_flight(plans: Mapping[str, Sequence[Span]]) -> Picture:
             label(ax, 34, y + 21 + 15 * number, str(number), "right")
             for start, end, kind in ((f.start, f.end, "forward"), (f.end, b.start, "stored"),
                                      (b.start, b.end, "backward")):  # fmt: skip
-                strip(ax, 40 + scale * start, y + 14 + 15 * number, [(end - start, "", looks[kind])], scale, 13)
+                strip(ax, 40 + scale * start, y + 14 + 15 * number, [(end - start, "", colors[kind])], scale, 13)
         y += 30 + 15 * counts[name]
     return finished(picture, f"How long GPU 0 stores the activations of each micro-batch. {'; '.join(texts)}.")
 
@@ -105,9 +103,7 @@ def draw_stage_memory(peaks: Mapping[str, Sequence[Mapping[str, float]]], room: 
     memory of a GPU, `room` bytes."""
     rows = sum(len(stages) for stages in peaks.values())
     picture, ax = sketch(36 + 30 * len(peaks) + 20 * rows)
-    for place, (name, color) in enumerate(MEMORY.items()):
-        box(ax, (60, 146, 254)[place], 8, 12, 12, "", color)
-        label(ax, (78, 164, 272)[place], 14, name)
+    keys(ax, MEMORY, (60, 146, 254), 8)
     scale = 270 / max(room, *(sum(stage.values()) for stages in peaks.values() for stage in stages))
     y, texts = 44.0, []
     for name, stages in peaks.items():
@@ -116,23 +112,20 @@ def draw_stage_memory(peaks: Mapping[str, Sequence[Mapping[str, float]]], room: 
         for number, stage in enumerate(stages):
             label(ax, 54, top + 8 + 20 * number, f"GPU {number}", "right")
             end = strip(ax, 60, top + 20 * number, [(stage[part], "", MEMORY[part]) for part in MEMORY], scale, 16)
-            total = sum(stage.values()) / GIB
+            total = sum(stage.values()) / GiB
             label(ax, max(end, 60 + room * scale) + 6, top + 8 + 20 * number, f"{total:.1f} GiB")
             texts.append(f"{name}, GPU {number}: {total:.1f} GiB")
         x = 60 + room * scale
         ax.plot((x, x), (top - 2, top + 20 * len(stages) - 2), color=PALETTE[0], linewidth=2)
         y += 30 + 20 * len(stages)
-    return finished(picture, f"Peak memory of each stage; a GPU has {room / GIB:.1f} GiB. {'; '.join(texts)}.")
+    return finished(picture, f"Peak memory of each stage; a GPU has {room / GiB:.1f} GiB. {'; '.join(texts)}.")
 
 
 def draw_steps(steps: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw the whole step of each run as one bar: seconds of compute, recomputation, bubble, messages, of gradients and
     update, and of the wait for the slowest node. Parts that are long enough contain their number."""
     picture, ax = sketch(54 + 54 * len(steps))
-    for place, (name, color) in enumerate(STEP.items()):
-        x, y = (12, 116, 272)[place % 3], 10 + 18 * (place // 3)
-        box(ax, x, y, 12, 12, "", color)
-        label(ax, x + 18, y + 6, name)
+    keys(ax, STEP, (12, 116, 272), 10)
     scale, texts = 376 / max(sum(parts.values()) for parts in steps.values()), []
     for row, (name, parts) in enumerate(steps.items()):
         y, total = 64 + 54 * row, sum(parts.values())

@@ -50,8 +50,8 @@ def draw_sizes(numbers: Mapping[str, Tensor]) -> Picture:
         text.remove()
     for kind, side in zip(series, ("left", "right", "center", "right"), strict=True):
         top = max(share or 0 for share in series[kind])
-        at = powers[[share == top for share in series[kind]].index(True)] + {"left": 1, "center": 0, "right": -1}[side]
-        ax.text(at, top + 1, kind.replace(" of ", " of\n"), ha=side, va="bottom", size=9)
+        x = powers[[share == top for share in series[kind]].index(True)] + {"left": 1, "center": 0, "right": -1}[side]
+        ax.text(x, top + 1, kind.replace(" of ", " of\n"), ha=side, va="bottom", size=9)
     ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
     ax.axvspan(powers[0], -25, color=PALETTE[3], alpha=0.12, linewidth=0)
     ax.text(powers[0] + 1, 0.97 * ax.get_ylim()[1], "zero in fp16", va="top")
@@ -104,7 +104,7 @@ def draw_lanes(lanes: Mapping[str, Sequence[tuple[str, str]]]) -> Picture:
 
 
 def draw_ledger(terms: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw what autocast adds to the peak and what it saves: (bytes in fp32, bytes under autocast) of each term."""
+    """Draw how autocast changes each term of the peak: (bytes in fp32, bytes under autocast)."""
     picture, ax = sketch(52 + 40 * (len(terms) + 1))
     changes = {name: after - before for name, (before, after) in terms.items()}
     changes["sum"] = sum(changes.values())

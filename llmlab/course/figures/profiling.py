@@ -13,7 +13,7 @@ ROW, HEIGHT = 36, 26
 
 
 class Call(NamedTuple):
-    """A call in a trace: when it begins and ends, and how many other calls it is inside of."""
+    """A call in a trace: its begin and end, and its depth, which is the number of calls around it."""
 
     name: str
     begin: float
@@ -30,20 +30,20 @@ def draw_calls(calls: Sequence[Call]) -> Picture:
     words = []
     for call in calls:
         y = 12 + ROW * call.depth
-        inside = sorted((other.begin, other.end) for other in calls
-                        if other.depth == call.depth + 1 and call.begin <= other.begin < call.end)  # fmt: skip
-        begin, alone = call.begin, 0.0
-        for at, end in (*inside, (call.end, call.end)):
-            if at > begin:
-                ax.fill_between((LEFT + scale * (begin - start), LEFT + scale * (at - start)), y, y + HEIGHT,
+        inside = sorted((child.begin, child.end) for child in calls
+                        if child.depth == call.depth + 1 and call.begin <= child.begin < call.end)  # fmt: skip
+        begin, self_time = call.begin, 0.0
+        for child_begin, end in (*inside, (call.end, call.end)):
+            if child_begin > begin:
+                ax.fill_between((LEFT + scale * (begin - start), LEFT + scale * (child_begin - start)), y, y + HEIGHT,
                                 color=PALETTE[5], linewidth=0, zorder=1)  # fmt: skip
-            alone += at - begin
+            self_time += child_begin - begin
             begin = end
         x, width = LEFT + scale * (call.begin - start), scale * (call.end - call.begin)
         ax.plot((x, x + width, x + width, x, x), (y, y, y + HEIGHT, y + HEIGHT, y), color="#000000", linewidth=1,
                 zorder=3)  # fmt: skip
         label(ax, x + width / 2, y + HEIGHT / 2, call.name, "center", zorder=4)
-        words.append(f"{call.name}, total {call.end - call.begin:g}, self {alone:g}")
+        words.append(f"{call.name}, total {call.end - call.begin:g}, self {self_time:g}")
     for depth in range(depths):
         label(ax, 12, 12 + ROW * depth + HEIGHT / 2, f"depth {depth}", color=MUTED)
     bottom = 20 + ROW * depths + 8
@@ -65,7 +65,7 @@ class Lanes(NamedTuple):
 
 
 def draw_lanes(cases: Sequence[Lanes]) -> Picture:
-    """Draw what the CPU and the GPU do, a pair of rows for each case, with an arrow from each launch to its kernel."""
+    """Draw the work of the CPU and the GPU, two rows for each case, with an arrow from each launch to its kernel."""
     scale = 332 / max(end for case in cases for _, end in case.kernels)
     picture, ax = sketch(114 * len(cases) + 4)
     words = []
@@ -74,12 +74,12 @@ def draw_lanes(cases: Sequence[Lanes]) -> Picture:
         for y, text, weight in ((0, case.name, "bold"), (31, "CPU", "normal"), (75, "GPU", "normal")):
             label(ax, 12, top + y, text, weight=weight)
         cpu, texts = 0.0, []
-        for which, (seconds, (begin, end)) in enumerate(zip(case.launches, case.kernels, strict=True)):
-            box(ax, 56 + scale * cpu, top + 18, scale * seconds, 26, str(which + 1), WHITE)
+        for place, (seconds, (begin, end)) in enumerate(zip(case.launches, case.kernels, strict=True)):
+            box(ax, 56 + scale * cpu, top + 18, scale * seconds, 26, str(place + 1), WHITE)
             cpu += seconds
-            box(ax, 56 + scale * begin, top + 62, scale * (end - begin), 26, str(which + 1), PALETTE[2])
+            box(ax, 56 + scale * begin, top + 62, scale * (end - begin), 26, str(place + 1), PALETTE[2])
             link(ax, (56 + scale * cpu, top + 44), (56 + scale * begin, top + 62), color=MUTED)
-            if which in case.waits:
+            if place in case.waits:
                 box(ax, 56 + scale * cpu, top + 18, scale * (end - cpu), 26, "waits", PALETTE[6])
                 cpu = end
             texts.append(f"{begin:g} to {end:g}")

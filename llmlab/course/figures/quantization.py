@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...base.units import GiB
 from ...plots.canvas import (
     FAINT,
     INK,
@@ -18,9 +19,7 @@ from ...plots.canvas import (
     styled,
 )
 from ...plots.curve import DASHES, LINES, MARKERS
-from ...plots.schematic import box, finished, grid, label, link, sketch, strip
-
-GIB = 2**30
+from ...plots.schematic import box, finished, grid, keys, label, link, sketch, strip
 
 
 def draw_memory(needs: Mapping[str, tuple[int, int]], rooms: Mapping[str, float]) -> Picture:
@@ -28,22 +27,20 @@ def draw_memory(needs: Mapping[str, tuple[int, int]], rooms: Mapping[str, float]
     top = 30 + 18 * len(rooms)
     picture, ax = sketch(top + 44 * len(needs) + 6)
     scale = 372 / max(*(sum(need) for need in needs.values()), *rooms.values())
-    for place, (name, color) in enumerate({"weights": PALETTE[5], "KV cache": PALETTE[1]}.items()):
-        box(ax, 12 + 100 * place, 6, 14, 14, color=color)
-        label(ax, 32 + 100 * place, 13, name)
+    keys(ax, {"weights": PALETTE[5], "KV cache": PALETTE[1]}, (12, 112), 6, side=14)
     bottom = top + 44 * len(needs)
     for place, (name, room) in enumerate(rooms.items()):
         x, y = 12 + room * scale, 34 + 18 * place
         ax.plot((x, x), (y + 8, bottom), color=PALETTE[0], linewidth=1.6, linestyle="--")
-        label(ax, x - 3 if x > 200 else x + 3, y + 1, f"{name}: {room / GIB:.1f} GiB", "right" if x > 200 else "left",
+        label(ax, x - 3 if x > 200 else x + 3, y + 1, f"{name}: {room / GiB:.1f} GiB", "right" if x > 200 else "left",
               color=PALETTE[0])  # fmt: skip
     words = []
     for row, (name, (weights, cache)) in enumerate(needs.items()):
         y = top + 8 + 44 * row
-        words.append(f"{name}: {(weights + cache) / GIB:.1f} GiB")
+        words.append(f"{name}: {(weights + cache) / GiB:.1f} GiB")
         label(ax, 14, y, words[-1], weight="bold", bbox={"facecolor": WHITE, "edgecolor": "none", "pad": 0.5})
         strip(ax, 12, y + 10, [(weights, "", PALETTE[5]), (cache, "", PALETTE[1])], scale, 18)
-    lines = ", ".join(f"{name} {room / GIB:.1f} GiB" for name, room in rooms.items())
+    lines = ", ".join(f"{name} {room / GiB:.1f} GiB" for name, room in rooms.items())
     return finished(picture, f"Weights and KV cache: {'; '.join(words)}. Lines: {lines}.")
 
 
@@ -71,7 +68,7 @@ def draw_groups(
 ) -> Picture:  # fmt: skip
     """Draw the first weights of two groups of `size`, their codes, scale and zero, and the bits of a group."""
     picture, ax = sketch(314)
-    shown = len(weights[0])
+    columns = len(weights[0])
     for number, color in enumerate((PALETTE[5], PALETTE[6])):
         x, first = 10 + 193 * number, number * size
         label(ax, x, 14, f"weights {first} to {first + size - 1}", weight="bold")
@@ -83,9 +80,9 @@ def draw_groups(
         for line, (name, cells) in enumerate(lines.items()):
             label(ax, x, 38 + 52 * line, name, color=MUTED)
             grid(ax, x, 50 + 52 * line, [[(words, color if line == 1 else WHITE) for words in cells]], 33, 26)
-            label(ax, x + 33 * shown + 3, 63 + 52 * line, "…")
+            label(ax, x + 33 * columns + 3, 63 + 52 * line, "…")
         s, z = scales[number]
-        box(ax, x, 198, 33 * shown, 28, f"s = {100 * s:.3f}, z = {z}", color)
+        box(ax, x, 198, 33 * columns, 28, f"s = {100 * s:.3f}, z = {z}", color)
     share = size * bits, 16, bits
     label(ax, 10, 246, f"a group: {size} codes of {bits} bits, 16 for s, {bits} for z")
     pieces = zip(share, (f"{share[0]}", "", ""), PALETTE[:3], strict=True)
@@ -107,7 +104,7 @@ def draw_formats(weights: Sequence[float], values: Mapping[str, Sequence[float]]
         rows.eventplot(list(values.values()), color=PALETTE[0], linelengths=0.64, linewidths=1.4)
         name_rows(rows, list(values), axis=False)
         rows.set(ylim=(len(values) - 0.4, -0.6), xlabel="weight / largest of its block")
-    counts = ", ".join(f"{name} {len(each)}" for name, each in values.items())
+    counts = ", ".join(f"{name} {len(grid_values)}" for name, grid_values in values.items())
     picture.alt = f"A histogram of {len(weights)} weights, and the values of each format: {counts}."
     return picture
 
@@ -115,16 +112,14 @@ def draw_formats(weights: Sequence[float], values: Mapping[str, Sequence[float]]
 def draw_bits(formats: Mapping[str, tuple[float, float, str]]) -> Picture:
     """Draw the bits per weight of each format, of its codes and of its scales, and how the scales are shared."""
     picture, ax = sketch(32 + 44 * len(formats))
-    for place, (name, color) in enumerate({"codes": PALETTE[5], "scales and zeros": PALETTE[1]}.items()):
-        box(ax, 12 + 90 * place, 6, 14, 14, color=color)
-        label(ax, 32 + 90 * place, 13, name)
+    keys(ax, {"codes": PALETTE[5], "scales and zeros": PALETTE[1]}, (12, 102), 6, side=14)
     scale = 376 / max(codes + scales for codes, scales, _ in formats.values())
     words = []
-    for row, (name, (codes, scales, how)) in enumerate(formats.items()):
+    for row, (name, (codes, scales, sharing)) in enumerate(formats.items()):
         y = 40 + 44 * row
         words.append(f"{name}: {codes + scales:.4g} bits")
         label(ax, 12, y, words[-1], weight="bold")
-        label(ax, 388, y, how, "right", color=MUTED)
+        label(ax, 388, y, sharing, "right", color=MUTED)
         strip(ax, 12, y + 10, [(codes, "", PALETTE[5]), (scales, "", PALETTE[1])], scale, 14)
     return finished(picture, f"Bits per weight: {'; '.join(words)}.")
 
@@ -191,33 +186,33 @@ def draw_hqq(weights: Sequence[float], grids: Mapping[str, Sequence[float]]) -> 
         ax.eventplot([list(weights), *map(list, grids.values())], colors=colors, linelengths=0.6, linewidths=1.6)
         name_rows(ax, ["weights", *grids], axis=False)
         ax.set(ylim=(len(grids) + 0.6, -0.6), xlabel="weight")
-    shown = "; ".join(f"{name}: " + ", ".join(f"{v:.3f}" for v in values) for name, values in grids.items())
-    picture.alt = f"{len(weights)} weights of a group, and the values to which they are rounded. {shown}."
+    grids_text = "; ".join(f"{name}: " + ", ".join(f"{v:.3f}" for v in values) for name, values in grids.items())
+    picture.alt = f"{len(weights)} weights of a group, and the values to which they are rounded. {grids_text}."
     return picture
 
 
 def draw_gptq(
-    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], at: int, shares: Sequence[float]
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], column: int, shares: Sequence[float]
 ) -> Picture:
-    """Draw four rows of weights before and after column `at` is rounded; `shares` of its error go to later columns."""
+    """Draw four rows of weights before and after `column` is rounded; `shares` of its error go to later columns."""
     picture, ax = sketch(322)
     columns = len(before[0])
     for number, (words, rows) in enumerate((("is next", before), ("is rounded", after))):
-        y, done = 16 + 170 * number, at + number
-        label(ax, 12, y, f"column {at} {words}", weight="bold")
-        left = [PALETTE[5]] * (columns - done) if number else [PALETTE[1], *[WHITE] * (columns - done - 1)]
-        colors = [FAINT] * done + left
+        y, final = 16 + 170 * number, column + number
+        label(ax, 12, y, f"column {column} {words}", weight="bold")
+        left = [PALETTE[5]] * (columns - final) if number else [PALETTE[1], *[WHITE] * (columns - final - 1)]
+        colors = [FAINT] * final + left
         cells = [[f"{round(100 * w, 2) + 0:.2f}" for w in row] for row in rows]
         grid(ax, 12, y + 14, [list(zip(row, colors, strict=True)) for row in cells], 62, 24)
-    box(ax, 12 + 62 * at, 134, 62, 22, "error e", PALETTE[1])
-    for column, share in zip(range(at + 1, columns), shares, strict=True):
-        x = 43 + 62 * column
+    box(ax, 12 + 62 * column, 134, 62, 22, "error e", PALETTE[1])
+    for target, share in zip(range(column + 1, columns), shares, strict=True):
+        x = 43 + 62 * target
         label(ax, x, 145, f"{'−' if share > 0 else '+'} {abs(share):.2f} e", "center")
         link(ax, (x, 156), (x, 200))
     label(ax, 12, 310, "in hundredths; grey: rounded, and final", color=MUTED)
     return finished(
-        picture, f"Four rows of {columns} weights. Column {at} is rounded, and shares of its error are subtracted from "
-        "the columns that are not rounded yet."
+        picture, f"Four rows of {columns} weights. Column {column} is rounded, and shares of its error are subtracted "
+        "from the columns that are not rounded yet."
     )  # fmt: skip
 
 
@@ -237,7 +232,7 @@ def draw_awq(lanes: Mapping[str, tuple[float, float]]) -> Picture:
 
 
 def plot_costs(lines: Mapping[str, Sequence[tuple[float, float, float, float]]], ylabel: str) -> Picture:
-    """Plot what quantization costs: for each method, points (bits per weight, lowest, mean, highest) on a log axis."""
+    """Plot the cost of quantization: for each method, points (bits per weight, lowest, mean, highest) on a log axis."""
     with styled():
         picture, (ax,) = new_picture(4.4)
         for (name, points), color, dash, marker in zip(lines.items(), LINES, DASHES, MARKERS, strict=False):

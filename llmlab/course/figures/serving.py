@@ -58,8 +58,9 @@ def plot_frontier(
 ) -> Picture:
     """Return a picture of tokens per second of a user against those of a GPU, a line for each GPU.
 
-    A point is (tokens per second of a user, of the GPU, number of users); the numbers in `names` are written beside the
-    points of the first line. The service level asks for `least` tokens per second of a user: left of it is too slow.
+    A point is (tokens per second of a user, of the GPU, number of users). The points of the first line whose number is
+    in `names` are labelled. The service level requires `least` tokens per second of a user, and the area left of it is
+    too slow.
     """
     picture, (ax,) = new_picture(4.4, width=4.0)
     for number, (name, points) in enumerate(curves.items()):
@@ -80,9 +81,9 @@ def plot_frontier(
         axis.set_minor_locator(NullLocator())
     number_axes(ax, "tokens/s of a user (1 / TPOT)", "tokens/s of a GPU")
     picture.legend(loc="outside lower center", ncols=2)
-    ends = [f"{name}: {points[-1][1]:,.0f} tokens/s with {points[-1][2]} users" for name, points in curves.items()]
-    asked = f"{least:.0f} tokens/s are asked for"
-    picture.alt = f"Throughput of a GPU against the speed of a user; {asked}. {'; '.join(ends)}."
+    end_texts = [f"{name}: {points[-1][1]:,.0f} tokens/s with {points[-1][2]} users" for name, points in curves.items()]
+    level = f"{least:.0f} tokens/s are asked for"
+    picture.alt = f"Throughput of a GPU against the speed of a user; {level}. {'; '.join(end_texts)}."
     return picture
 
 
@@ -110,16 +111,16 @@ def plot_slots(
             slot = next(place for place in range(slots) if free[place] <= begin)
             free[slot] = tokens[-1]
             box(ax, 58 + wide * begin, y + 18 + 28 * slot, wide * len(tokens), 28, name, colors[name])
-        for name, at in arrivals.items():
-            if at:
-                link(ax, (58 + wide * at, y + 132), (58 + wide * at, y + 104))
-                label(ax, 65 + wide * at, y + 126, name)
+        for name, arrival in arrivals.items():
+            if arrival:
+                link(ax, (58 + wide * arrival, y + 132), (58 + wide * arrival, y + 104))
+                label(ax, 65 + wide * arrival, y + 126, name)
         label(ax, LEFT, y + 126, "arrives")
     return finished(picture, f"{len(arrivals)} requests in {slots} slots. {'. '.join(words)}.")
 
 
 class Late(NamedTuple):
-    """What a late prompt does: the times at which a running request got tokens, and the first token of the late one."""
+    """The effect of a late prompt: the times of a running request's tokens, and of the late request's first token."""
 
     name: str
     tokens: Sequence[float]
@@ -129,16 +130,16 @@ class Late(NamedTuple):
 def plot_late_prompt(runs: Sequence[Late], prompt: int, arrival: float, around: tuple[float, float]) -> Picture:
     """Return a drawing of an engine's steps when a prompt of `prompt` tokens arrives, a row for each way to read it.
 
-    Times are in seconds; drawn are the steps from `around` before to `around` after the arrival. A step that takes
-    half as long again as the first one drawn reads the prompt, too.
+    Times are in seconds. The drawing begins `around[0]` before the arrival, and ends `around[1]` after it. A step that
+    takes more than 1.5 times as long as the first one also reads the prompt.
     """
     scale = (RIGHT - LEFT) / sum(around)
     picture, ax = sketch(24 + 96 * len(runs))
     words = []
     for number, run in enumerate(runs):
         y = 16 + 96 * number
-        ends = [end for end in run.tokens if arrival - around[0] < end < arrival + around[1]]
-        steps = [after - before for before, after in pairwise(ends)]
+        token_times = [end for end in run.tokens if arrival - around[0] < end < arrival + around[1]]
+        steps = [after - before for before, after in pairwise(token_times)]
         words.append(f"{run.name}: steps of up to {1e3 * max(steps):.0f} ms")
         label(ax, LEFT, y, words[-1], weight="bold")
         pieces = []
@@ -147,19 +148,19 @@ def plot_late_prompt(runs: Sequence[Late], prompt: int, arrival: float, around: 
             figure = f"{1e3 * seconds:.0f}" if reads and seconds * scale > 22 else ""
             pieces.append((seconds, figure, PROMPT if reads else TOKEN))
         strip(ax, LEFT, y + 14, pieces, scale)
-        x = LEFT + (arrival - ends[0]) * scale
+        x = LEFT + (arrival - token_times[0]) * scale
         link(ax, (x, y + 60), (x, y + 41))
         label(ax, x + 6, y + 58, f"{prompt:,} tokens arrive, first token after {1e3 * run.first_token:.0f} ms")
     label(ax, LEFT, 12 + 96 * len(runs), "orange: steps that also read the prompt", color=MUTED)
     return finished(picture, f"A prompt of {prompt:,} tokens arrives while others decode. {'; '.join(words)}.")
 
 
-def plot_guesses(context: str, guesses: Sequence[str], chances: Sequence[tuple[float, float]], kept: int,
+def plot_guesses(context: str, guesses: Sequence[str], chances: Sequence[tuple[float, float]], accepted: int,
                  own: str) -> Picture:  # fmt: skip
     """Return a drawing of one round of speculative decoding.
 
-    Of each guess, (q, p) are its probabilities under the draft and under the model; `kept` guesses are accepted, and
-    `own` is the token that the model adds.
+    The `chances` (q, p) of each guess are its probabilities under the draft and under the model. The first `accepted`
+    guesses are accepted, and `own` is the token that the model adds.
     """
     picture, ax = sketch(276)
     label(ax, LEFT, 14, "the draft guesses four tokens, one after the other", weight="bold")
@@ -170,13 +171,13 @@ def plot_guesses(context: str, guesses: Sequence[str], chances: Sequence[tuple[f
         link(ax, (x - 12, 42), (x, 42))
         for y, (name, chance) in zip((70, 124), zip("qp", pair, strict=True), strict=True):
             label(ax, x + 33, y, f"{name} {chance:.3f}", "center", color=MUTED)
-        color = PALETTE[2] if place < kept else PALETTE[1] if place == kept else WHITE
-        words = f"{min(1, pair[1] / pair[0]):.2f}" if place <= kept else "dropped"
+        color = PALETTE[2] if place < accepted else PALETTE[1] if place == accepted else WHITE
+        words = f"{min(1, pair[1] / pair[0]):.2f}" if place <= accepted else "dropped"
         box(ax, x, 168, 66, 44, f"{word}\n{words}", color)
     box(ax, LEFT, 86, 376, 24, "one pass of the model over all of them", FAINT)
     label(ax, LEFT, 154, "accepted with probability min(1, p / q)", weight="bold")
-    label(ax, LEFT, 232, f"{kept} accepted, then one token of the model", weight="bold")
-    box(ax, LEFT, 244, 200, 26, " ".join([context, *guesses[:kept], own]), PALETTE[2])
-    said = ", ".join(map(repr, guesses))
-    result = f"{kept} are accepted, and the model adds {own!r}"
-    return finished(picture, f"After {context!r} the draft guesses {said}; {result}.")
+    label(ax, LEFT, 232, f"{accepted} accepted, then one token of the model", weight="bold")
+    box(ax, LEFT, 244, 200, 26, " ".join([context, *guesses[:accepted], own]), PALETTE[2])
+    guess_texts = ", ".join(map(repr, guesses))
+    result = f"{accepted} are accepted, and the model adds {own!r}"
+    return finished(picture, f"After {context!r} the draft guesses {guess_texts}; {result}.")

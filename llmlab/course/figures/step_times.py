@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...plots.canvas import PALETTE, Picture
-from ...plots.schematic import box, finished, label, sketch, strip
+from ...plots.schematic import finished, keys, label, sketch, strip
 from ...report import Report
 
 COLORS = {"matmuls": PALETTE[5], "other kernels": PALETTE[1], "optimizer": PALETTE[2]}
@@ -18,9 +18,7 @@ def draw_step_times(reports: Mapping[str, Report], digits: int = 1) -> Picture:
     """
     picture, ax = sketch(34 + 56 * len(reports))
     scale = 376 / max(report.step_seconds or 0 for report in reports.values())
-    for place, (kind, color) in enumerate(COLORS.items()):
-        box(ax, 12 + 120 * place, 10, 14, 14, color=color)
-        label(ax, 32 + 120 * place, 17, kind)
+    keys(ax, COLORS, (12, 132, 252), 10, side=14)
     words = []
     for row, (name, report) in enumerate(reports.items()):
         y, total = 46 + 56 * row, report.step_seconds or 0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...base.units import GiB, MiB
 from ...plots.canvas import PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, grid, label, link, sketch, strip, tensor
+from ...plots.schematic import OWNERS, box, finished, grid, keys, label, link, sketch, strip, tensor
 
-OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # of four ranks
 PARTS = {
     "compute": PALETTE[5], "tensor-parallel messages": PALETTE[3], "data parallelism": PALETTE[1],
     "update": PALETTE[2], "waiting": PALETTE[4],
 }  # fmt: skip
 KINDS = [PALETTE[i] for i in (3, 1, 5)]
-MIB, GIB = 2**20, 2**30
 
 
 def draw_pair(heads: int, width: int) -> Picture:
@@ -22,32 +21,22 @@ def draw_pair(heads: int, width: int) -> Picture:
     `heads` are the attention heads and `width` the columns of the MLP that each rank has.
     """
     picture, ax = sketch(356)
-    for rank, color in enumerate(OWNERS):
-        box(ax, 12 + 96 * rank, 8, 12, 12, "", color)
-        label(ax, 30 + 96 * rank, 14, f"rank {rank}")
+    keys(ax, {f"rank {rank}": color for rank, color in enumerate(OWNERS)}, (12, 108, 204, 300), 8)
     tensor(ax, 30, 66, 56, 56, "T", "h", "x")
-    label(ax, 58, 138, "whole", "center")
-    label(ax, 104, 94, "·", "center", weight="bold")
-    grid(ax, 136, 66, [[("", color) for color in OWNERS]], 24, 56)
-    label(ax, 131, 94, "h", "right")
-    label(ax, 184, 40, "$W_1[h, f_{tp}]$", "center")
-    label(ax, 184, 138, "by columns", "center")
-    label(ax, 256, 94, "=", "center", weight="bold")
-    grid(ax, 292, 66, [[("", color) for color in OWNERS]], 24, 56)
-    label(ax, 287, 94, "T", "right")
-    label(ax, 340, 40, "$u[T, f_{tp}]$", "center")
-    label(ax, 340, 138, "no messages", "center")
-    grid(ax, 30, 200, [[("", color) for color in OWNERS]], 24, 56)
-    label(ax, 25, 228, "T", "right")
-    label(ax, 78, 272, "act(u)", "center")
-    label(ax, 138, 228, "·", "center", weight="bold")
+    for x, y, rows in ((136, 66, "h"), (292, 66, "T"), (30, 200, "T")):  # split by columns
+        grid(ax, x, y, [[("", color) for color in OWNERS]], 24, 56)
+        label(ax, x - 5, y + 28, rows, "right")
     grid(ax, 152, 186, [[("", color)] for color in OWNERS], 56, 21)
-    label(ax, 180, 168, "$W_2[f_{tp}, h]$", "center")
-    label(ax, 180, 290, "by rows", "center")
-    label(ax, 224, 228, "=", "center", weight="bold")
     for rank, color in enumerate(OWNERS):
         box(ax, 236 + 10 * rank, 186 + 10 * rank, 46, 46, "", color)
-    label(ax, 262, 168, "partial sums", "center")
+    for x, y, sign in ((104, 94, "·"), (256, 94, "="), (138, 228, "·"), (224, 228, "=")):
+        label(ax, x, y, sign, "center", weight="bold")
+    for x, y, words in (
+        (58, 138, "whole"), (184, 40, "$W_1[h, f_{tp}]$"), (184, 138, "by columns"), (340, 40, "$u[T, f_{tp}]$"),
+        (340, 138, "no messages"), (78, 272, "act(u)"), (180, 168, "$W_2[f_{tp}, h]$"), (180, 290, "by rows"),
+        (262, 168, "partial sums"),
+    ):  # fmt: skip
+        label(ax, x, y, words, "center")
     link(ax, (312, 226), (344, 226))
     tensor(ax, 344, 203, 46, 46, "", "", "y")
     label(ax, 392, 272, "all-reduce: y[T, h]", "right", weight="bold")
@@ -68,8 +57,8 @@ def draw_sequence_parallel(stream: float, tp: int) -> Picture:
 
     `stream` are the bytes of a tensor T × h.
     """
-    whole = [(1.0, f"{stream / MIB:.0f} MiB", PALETTE[5])]
-    share = [(1 / tp, "", PALETTE[5]), (1 - 1 / tp, f"{stream / tp / MIB:.0f} MiB", WHITE)]
+    whole = [(1.0, f"{stream / MiB:.0f} MiB", PALETTE[5])]
+    share = [(1 / tp, "", PALETTE[5]), (1 - 1 / tp, f"{stream / tp / MiB:.0f} MiB", WHITE)]
     rows = [
         ("norm", whole, share, "", "all-gather"),
         ("q, k, v to output", whole, whole, "all-reduce", "reduce-scatter"),
@@ -90,9 +79,9 @@ def draw_sequence_parallel(stream: float, tp: int) -> Picture:
     return finished(
         picture,
         f"A layer on one of {tp} ranks, forward. Tensor parallelism: each part has all tokens of its input, "
-        f"{stream / MIB:.0f} MiB, and an all-reduce follows attention and the MLP. With sequence parallelism, an "
+        f"{stream / MiB:.0f} MiB, and an all-reduce follows attention and the MLP. With sequence parallelism, an "
         "all-gather stands before attention and before the MLP, a reduce-scatter after each, and the norms have "
-        f"{stream / tp / MIB:.0f} MiB.",
+        f"{stream / tp / MiB:.0f} MiB.",
     )
 
 
@@ -100,19 +89,16 @@ def draw_activations(rows: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw one bar per row: the bytes of activations that a GPU stores, by kind."""
     kinds = list(next(iter(rows.values())))
     picture, ax = sketch(38 + 48 * len(rows))
-    for place, (kind, color) in enumerate(zip(kinds, KINDS, strict=True)):
-        x = (12, 86, 212)[place]
-        box(ax, x, 8, 12, 12, "", color)
-        label(ax, x + 18, 14, kind)
+    keys(ax, dict(zip(kinds, KINDS, strict=True)), (12, 86, 212), 8)
     longest = max(sum(parts.values()) for parts in rows.values())
     texts = []
     for row, (name, parts) in enumerate(rows.items()):
         y = 44 + 48 * row
-        text = f"{name}: {sum(parts.values()) / GIB:.1f} GiB"
+        text = f"{name}: {sum(parts.values()) / GiB:.1f} GiB"
         label(ax, 12, y, text)
         pieces = [(parts[kind], "", color) for kind, color in zip(kinds, KINDS, strict=True)]
         strip(ax, 12, y + 10, pieces, 376 / longest, 18)
-        texts.append(f"{text} ({', '.join(f'{kind} {size / GIB:.1f}' for kind, size in parts.items())})")
+        texts.append(f"{text} ({', '.join(f'{kind} {size / GiB:.1f}' for kind, size in parts.items())})")
     return finished(picture, f"Activations of a GPU. {'; '.join(texts)}.")
 
 

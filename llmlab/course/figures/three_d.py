@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...plots.canvas import FAINT, PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, grid, label, link, rank, sketch, strip
+from ...plots.schematic import OWNERS, box, finished, grid, keys, label, link, rank, sketch, strip
 
-OWNERS = [PALETTE[i] for i in (5, 1, 2, 4)]  # of the tokens, heads and scores of each rank
 AXES = {"tp": PALETTE[5], "dp": PALETTE[1], "pp": PALETTE[4]}
 PARTS = {
     "compute": PALETTE[5], "tensor": PALETTE[3], "bubble": PALETTE[0], "data": PALETTE[1], "stragglers": PALETTE[4],
@@ -25,7 +24,7 @@ def draw_mesh(sizes: Mapping[str, int], groups: Mapping[str, Sequence[int]], not
     """
     pp, nodes = sizes["pp"], sizes["tp"] * sizes["dp"] // GPUS_PER_NODE
     rows = [0, 1, nodes - 1]
-    color_of = {number: AXES[axis] for axis in ("pp", "dp", "tp") for number in groups[axis]}
+    colors = {number: AXES[axis] for axis in ("pp", "dp", "tp") for number in groups[axis]}
     picture, ax = sketch(366 + 20 * len(notes))
     wide = 392 // pp
     for stage in range(pp):
@@ -35,21 +34,19 @@ def draw_mesh(sizes: Mapping[str, int], groups: Mapping[str, Sequence[int]], not
             y, number = 26 + 106 * row + 14 * (row == 2), stage * nodes + node
             rank(ax, x, y, wide - 8, 100, f"node {number}")
             ranks = range(GPUS_PER_NODE * number, GPUS_PER_NODE * (number + 1))
-            cells = [(str(each) if each in color_of else "", color_of.get(each, WHITE)) for each in ranks]
+            cells = [(str(number) if number in colors else "", colors.get(number, WHITE)) for number in ranks]
             pairs = [cells[n : n + 2] for n in range(0, GPUS_PER_NODE, 2)]
             grid(ax, x + 4, y + 25, pairs, (wide - 16) / 2, 18)
         label(ax, x + wide / 2 - 4, 242, "...", "center", weight="bold")
-    for row, (axis, text) in enumerate(notes.items()):
-        box(ax, 8, 364 + 20 * row, 12, 12, "", AXES[axis])
-        label(ax, 26, 370 + 20 * row, text)
+    keys(ax, {text: AXES[axis] for axis, text in notes.items()}, (8,), 364, line=20)
     members = "; ".join(f"{axis}: {_shortened(group)}" for axis, group in groups.items())
     return finished(picture, f"{pp} stages of {nodes} nodes with {GPUS_PER_NODE} GPUs. The groups of rank 0: {members}."
                     f" {'; '.join(notes.values())}.")  # fmt: skip
 
 
 def _shortened(ranks: Sequence[int]) -> str:
-    shown = [str(number) for number in ranks]
-    return " ".join(shown if len(shown) < 9 else [*shown[:3], "...", shown[-1]])
+    texts = [str(number) for number in ranks]
+    return " ".join(texts if len(texts) < 9 else [*texts[:3], "...", texts[-1]])
 
 
 class Choice(NamedTuple):
@@ -85,10 +82,7 @@ def draw_choices(choices: Mapping[tuple[int, int], Choice]) -> Picture:
             words.append(f"tp = {tp}, pp = {pp}: {choice.gib:.0f} GiB, {choice.tokens:.0f} tokens/s, {choice.outcome}")
             if (tp, pp) == best:
                 ax.plot((x, x + wide - 4, x + wide - 4, x, x), (y, y, y + 48, y + 48, y), color="black", linewidth=2.5)
-    y = 36 + 52 * len(degrees[0])
-    for place, (outcome, color) in enumerate(colors.items()):
-        box(ax, 54 + (0, 60, 150)[place], y, 12, 12, "", color)
-        label(ax, 72 + (0, 60, 150)[place], y + 6, outcome)
+    keys(ax, colors, (54, 114, 204), 36 + 52 * len(degrees[0]))
     return finished(picture, f"Memory of the fullest GPU, and tokens per second per GPU. {'; '.join(words)}.")
 
 
@@ -135,9 +129,7 @@ def draw_tokens_and_heads(ranks: int = 4) -> Picture:
     link(ax, (244, 42 + side / 2 + 8), (182, 42 + side / 2 + 8))
     label(ax, 213, 42 + side / 2 - 24, "q, k, v", "center")
     label(ax, 213, 42 + side / 2 + 26, "output", "center")
-    for number, color in enumerate(OWNERS):
-        box(ax, 44 + 90 * number, 184, 12, 12, "", color)
-        label(ax, 62 + 90 * number, 190, f"rank {number}")
+    keys(ax, {f"rank {number}": color for number, color in enumerate(OWNERS)}, (44, 134, 224, 314), 184)
     return finished(picture, f"Tokens by heads on {ranks} ranks. In the projections, a rank has a part of the tokens "
                     "with all heads. An all-to-all of q, k and v gives it all tokens of a part of the heads for "
                     "attention, and a second one returns the output.")  # fmt: skip

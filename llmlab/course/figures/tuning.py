@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...plots.canvas import COLORS, MUTED, PALETTE, PHONE, SMALL, WHITE, Picture, new_picture, number_axes, styled
+from ...plots.curve import MARKERS
 from ...plots.schematic import box, finished, label, link, sketch, tensor
 
 LINES = ("#56B4E9", "#0072B2", "#009E73", "#D55E00", "#000000")  # the last ones are the widest
-MARKERS = "osD^v"
 
 
 def plot_sums(sums: Mapping[str, Sequence[float]]) -> Picture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...plots.canvas import COLORS, PALETTE, WHITE, Picture
-from ...plots.schematic import box, finished, label, sketch, strip
+from ...plots.schematic import box, finished, keys, label, sketch, strip
 from .data_parallel import PARTS, draw_steps
 
 STATES = {name: COLORS[name] for name in ("weights", "gradients", "optimizer")}
@@ -14,14 +14,12 @@ SHARDED_PARTS = {**PARTS, "copies": PALETTE[6]}
 
 
 def draw_shards(stages: Mapping[str, Mapping[str, float]], ranks: int = 4) -> Picture:
-    """Draw what each of `ranks` ranks stores at each stage, in color, and what only other ranks store, in white.
+    """Draw the bytes that each of `ranks` ranks stores at each stage in color, and the bytes of other ranks in white.
 
     `stages` has the bytes per parameter on one rank by kind of tensor; at the first one, a rank stores everything.
     """
     picture, ax = sketch(36 + 92 * len(stages))
-    for x, (kind, color) in zip((60.0, 148.0, 246.0), STATES.items(), strict=True):
-        box(ax, x, 8, 12, 12, "", color)
-        label(ax, x + 18, 14, kind)
+    keys(ax, STATES, (60, 148, 246), 8)
     everything, texts = next(iter(stages.values())), []
     scale = 328 / sum(everything.values())
     for place, (name, stored) in enumerate(stages.items()):
@@ -29,7 +27,7 @@ def draw_shards(stages: Mapping[str, Mapping[str, float]], ranks: int = 4) -> Pi
         label(ax, 60, y, total, weight="bold")
         for rank in range(ranks):
             label(ax, 54, y + 19 + 15 * rank, f"rank {rank}", "right")
-            x = 60
+            x = 60.0
             for kind, whole in everything.items():
                 before = rank * whole / ranks if stored[kind] < whole else 0
                 pieces = (before, WHITE), (stored[kind], STATES[kind]), (whole - before - stored[kind], WHITE)
@@ -44,33 +42,30 @@ def draw_prefetch(milliseconds: Mapping[str, float], block_bytes: float) -> Pict
 
     `milliseconds` of a block: gather, forward, backward (with recomputation, if there is any) and reduce.
     """
-    panels = {  # blocks in the order in which they compute, their pass, whether the next is gathered meanwhile
+    panels = {  # blocks in the order of their computation, their pass, and whether the next block is prefetched
         "forward, without prefetching": ((0, 1, 2), "forward", False),
         "forward, the next block is prefetched": ((0, 1, 2), "forward", True),
         "backward, the next block is prefetched": ((2, 1), "backward", True),
     }
     ms, (picture, ax), left, texts = milliseconds, sketch(424), 60, []
-    for place, (kind, color) in enumerate(MESSAGES.items()):
-        x, y = 60 + 170 * (place % 2), 8 + 20 * (place // 2)
-        box(ax, x, y, 12, 12, "", color)
-        label(ax, x + 18, y + 6, f"{kind} {ms[kind]:.1f} ms")
+    keys(ax, {f"{kind} {ms[kind]:.1f} ms": color for kind, color in MESSAGES.items()}, (60, 230), 8, line=20)
     scale = 330 / (ms["gather"] + 2 * ms["backward"] + ms["reduce"])
     for place, (title, (blocks, work, ahead)) in enumerate(panels.items()):
-        y, start, done = 66 + 112 * place, 0.0, 0.0
+        y, start, computed = 66 + 112 * place, 0.0, 0.0
         label(ax, left, y, title, weight="bold")
         for row, lane in enumerate(("link", "GPU", "whole")):
             label(ax, left - 6, y + 22 + 22 * row + 9 * (row == 2), lane, "right")
         for number, block in enumerate(blocks):
-            begins = max(start + ms["gather"], done)
-            done = begins + ms[work]
+            begins = max(start + ms["gather"], computed)
+            computed = begins + ms[work]
             box(ax, left + scale * start, y + 13, scale * ms["gather"], 18, str(block), MESSAGES["gather"])
             box(ax, left + scale * begins, y + 35, scale * ms[work], 18, str(block), MESSAGES[work])
             height = y + 57 + 18 * (number % 2)
-            box(ax, left + scale * start, height, scale * (done - start), 18, str(block), COLORS["weights"])
+            box(ax, left + scale * start, height, scale * (computed - start), 18, str(block), COLORS["weights"])
             if work == "backward":
-                box(ax, left + scale * done, y + 13, scale * ms["reduce"], 18, str(block), MESSAGES["reduce"])
-            start = begins if ahead else done
-        texts.append(f"{title}: {len(blocks)} blocks in {done:.1f} ms")
+                box(ax, left + scale * computed, y + 13, scale * ms["reduce"], 18, str(block), MESSAGES["reduce"])
+            start = begins if ahead else computed
+        texts.append(f"{title}: {len(blocks)} blocks in {computed:.1f} ms")
     label(ax, left, 408, f"whole: {block_bytes / 2**20:.0f} MiB of weights, then freed")
     return finished(picture, f"Blocks on one rank under ZeRO-3. {'; '.join(texts)}.")
 

@@ -1,7 +1,7 @@
 """Text generation from scratch: prefill and decode, four KV caches, sampling, speculative decoding, batching.
 
-It is there to teach and to predict. To serve users, take vLLM, SGLang or llama.cpp, which do the same with their own
-kernels.
+This package teaches and predicts. To serve users, use vLLM, SGLang or llama.cpp, which do the same with kernels of
+their own.
 """
 
 from .blocks import BlockPool

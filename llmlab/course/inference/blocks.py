@@ -1,8 +1,8 @@
-"""PagedAttention's block tables (Kwon et al. 2023): which block holds which tokens, without the tensors themselves.
+"""PagedAttention's block tables (Kwon et al. 2023): they map tokens to blocks, without the tensors themselves.
 
 A request's tokens lie in blocks of equal size, anywhere in the pool, so no request needs contiguous memory and at most
 one block per request is partly empty. Each block has a reference count: the number of requests that use it. A full
-block is looked up by its tokens and all tokens before it, so requests that begin with the same tokens share it.
+block is found by its tokens and all tokens before it, so requests that begin with the same tokens share it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Prefix = tuple[int, ...]
 
 
 class CacheFull(RuntimeError):
-    """Too few blocks are free: the request must wait, or another must be preempted."""
+    """Too few blocks are free, so the request must wait, or another one must be preempted."""
 
 
 @dataclass

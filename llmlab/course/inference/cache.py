@@ -1,6 +1,6 @@
 """Three KV caches: one that grows by concatenation, one allocated in full at the start, and a paged one.
 
-    B  batch     T  tokens being read     S  tokens in the cache, then the T being read
+    B  batch     T  new tokens     S  all tokens, those in the cache first
     H  key-value heads     D  size of a head
 """
 
@@ -18,20 +18,21 @@ Layer = tuple[Tensor, Tensor]
 
 
 class KVCache(Cache, Protocol):
-    """What generation asks of a cache, besides `length` and `update`; `inference.QuantizedCache` fits it too."""
+    """The methods of a cache that generation calls, in addition to `length` and `update`. QuantizedCache has them too.
+    """
 
     def expect(self, ids_BT: Tensor) -> None:
-        """Called before the model reads the tokens: make room, or raise CacheFull with nothing changed."""
+        """Make room before the model reads the tokens, or raise CacheFull and change nothing."""
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; speculative decoding drops those that were rejected."""
+        """Keep the first `length` tokens; speculative decoding drops the rejected ones."""
 
     def release(self) -> None:
         """Free all memory."""
 
 
 class GrowingCache:
-    """A cache that grows by concatenation: each new token copies the whole layer, with old and new copy in memory."""
+    """A cache that grows by concatenation: each new token copies the whole layer, and both copies are in memory."""
 
     def __init__(self) -> None:
         self.layers: list[Any] = []  # a Layer of each block; QuantizedCache has its codes here
@@ -161,7 +162,7 @@ class PagedCache:
             self.pool.written(table)
 
     def undo(self) -> None:
-        """Drop the tokens that `expect` made room for, when the model did not write them."""
+        """Drop the tokens of `expect` if the model failed to write them."""
         for table, begin in zip(self.rows, self.begins, strict=True):
             self.pool.crop(table, begin)
 

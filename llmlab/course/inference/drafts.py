@@ -1,6 +1,6 @@
 """Two draft models for speculative decoding that need no training: a bigram table, and the model's own first blocks.
 
-    B  batch     T  tokens being read     V  vocabulary
+    B  batch     T  new tokens     V  vocabulary
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..architectures.llama import Llama
 
 
 class Bigram(nn.Module):
-    """Predicts the next token from the last one alone, by how often the pair occurs in a text: a pass is one look-up.
+    """Predicts the next token from the last one alone, by the frequency of the pair in a text, so a pass is a look-up.
 
-    `speculate` calls `hidden`, as of `architectures.llama.Llama`, and then `lm_head`. Here `hidden` returns the logits.
+    `speculate` calls `hidden` and then `lm_head`, as of a Llama. Here, `hidden` already returns the logits.
     """
 
     def __init__(self, text: Tensor, spec: ModelSpec, smoothing: float = 0.01) -> None:
@@ -35,7 +35,7 @@ class Bigram(nn.Module):
     def hidden(
         self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
     ) -> Tensor:
-        """Return the logits after each token, (B, T, V). The cache only counts the tokens: no keys, no values."""
+        """Return the logits after each token, (B, T, V). The cache only counts the tokens, without keys or values."""
         if cache is not None:
             counted = ids_BT[:, None, :, None].float()
             cache.update(0, counted, counted)

@@ -1,9 +1,9 @@
-"""One forward pass: llmlab's models or transformers', with one of llmlab's KV caches or none.
+"""One forward pass of a model of llmlab or transformers, with or without one of llmlab's KV caches.
 
 llmlab's models (the Llama and GPT of `course.architectures`, and the drafts of `drafts`) have `spec`, `lm_head`, and
-`hidden(ids_BT, cache, mask, positions_BT)`, which returns what the head reads, (B, T, C).
+`hidden(ids_BT, cache, mask, positions_BT)`, which returns the input of the head, (B, T, C).
 
-    B  batch     T  tokens being read     C  hidden size     V  vocabulary
+    B  batch     T  new tokens     C  hidden size     V  vocabulary
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .cache import KVCache, PagedCache
 
 
 def logits(model: Any, ids_BT: Tensor, cache: KVCache | None = None, last: int = 1) -> Tensor:
-    """Return the logits after each of the last `last` tokens of `ids_BT`, (B, last, V): the head reads only those."""
+    """Return the logits after each of the last `last` tokens of `ids_BT`, (B, last, V); the head computes no others."""
     positions = mask = None
     if cache is not None:
         cache.expect(ids_BT)

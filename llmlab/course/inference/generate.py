@@ -33,21 +33,21 @@ def generate(
     """Return the prompts `ids`, (B, T) or (T,), with `max_new_tokens` after each: (B, T + new) or (T + new,).
 
     `model` is a Llama or GPT of `course.architectures`, or any causal model of transformers. All prompts have the same
-    length; `Scheduler` takes prompts of different lengths. `cache` says where keys and values are kept; with "none" the
-    model reads the whole text again for every token. It changes the time, never the tokens. `temperature` 0 takes the
-    likeliest token; for other values see `probabilities`, and `seed` makes the sampling repeatable: the tokens are
-    those of transformers' generate() after torch.manual_seed(seed). `draft`, a smaller model with the same vocabulary,
-    guesses tokens which `model` then checks in one pass (see `speculate`); it takes one prompt only.
+    length; `Scheduler` accepts prompts of different lengths. `cache` stores keys and values; with "none", the model
+    reads the whole text again for every token. The cache changes the time, but never the tokens. `temperature` 0
+    chooses the likeliest token; for other values see `probabilities`. `seed` makes the sampling repeatable: the tokens
+    are those of transformers' generate() after torch.manual_seed(seed). `draft`, a smaller model with the same
+    vocabulary, guesses tokens, which `model` then checks in one pass (see `speculate`). It allows only one prompt.
 
     Raises SpecError for an empty prompt, one that does not fit into the context, a token outside the vocabulary, and
     values that are not allowed. The cache is freed whatever happens.
     """
     if cache not in CACHES:
         raise SpecError(f"cache={cache!r}: give one of {', '.join(map(repr, CACHES))}")
-    given = ids
+    prompts = ids
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2:
-        raise SpecError(f"ids of shape {tuple(given.shape)}: give (T,) or (B, T) token ids")
+        raise SpecError(f"ids of shape {tuple(prompts.shape)}: give (T,) or (B, T) token ids")
     for row in ids.tolist():
         check_prompt(model, row, max_new_tokens)
     filters: Filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -59,7 +59,7 @@ def generate(
         text = speculate(model, draft, ids, max_new_tokens, model_cache, draft_cache, generator, **filters).ids
     else:
         text = _decode(model, ids, max_new_tokens, _cache(cache, ids, max_new_tokens), generator, filters)
-    return text[0] if given.dim() == 1 else text
+    return text[0] if prompts.dim() == 1 else text
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""How many requests a cache holds when they arrive, grow and end: a queue, and memory with limited room."""
+"""The number of requests in a cache over time: a queue, and requests that grow and end in limited memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP = 16  # tokens that a request generates per tick
 
 @dataclass(eq=False)
 class Stay:
-    """A request: the tokens that it has written, at first its prompt, and those that it will have in the end."""
+    """A request: the tokens that it has in memory, at first its prompt, and their number in the end."""
 
     written: int
     total: int
@@ -34,8 +34,8 @@ class Places(Protocol):
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Means over all ticks: `requests` in memory and `written` tokens; requests `sent_back` to the queue in all;
-    and `layout`, the memory at the last moment at which a request had to wait."""
+    """The `requests` in memory and the tokens `written`, as means over all ticks; the number of requests `sent_back` to
+    the queue; and `layout`, the memory at the last moment at which a request had to wait."""
 
     requests: float
     written: float
@@ -55,7 +55,7 @@ def occupancy(
     At each tick the requests that fit enter in the order of the queue, and each one in memory writes STEP tokens. If
     there is no room for them (`full` is raised), the request that entered last goes back to the queue.
     """
-    queue, inside = deque(Stay(*each) for each in lengths), list[Stay]()
+    queue, inside = deque(Stay(*pair) for pair in lengths), list[Stay]()
     count, written, sent_back, picture = 0, 0, 0, None
     for _ in range(ticks):
         while queue:

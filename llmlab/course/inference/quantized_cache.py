@@ -1,11 +1,11 @@
 """A KV cache in 8 or 4 bits: every 64 numbers of a token share a scale and a minimum, 2 bytes each.
 
-A token's numbers are rounded once, when the token is read; later tokens are appended, so nothing is rounded twice. For
-attention each layer's codes are dequantized into a copy; a real engine's kernel dequantizes in registers what it reads.
-Keys with one scale per channel lose less (see `llmlab.course.quantize.formats.kv`), but then a single token cannot be
-appended: several tokens share each scale.
+The numbers of a token are rounded once, when the token is read. Later tokens are appended, so nothing is rounded twice.
+For attention, the codes of a layer are dequantized into a copy, while a real engine's kernel dequantizes them in
+registers. Keys with one scale per channel lose less (see `llmlab.course.quantize.formats.kv`), but then several tokens
+share each scale, so a single token cannot be appended.
 
-    B  batch     T  tokens being read     S  all tokens     H  key-value heads     D  size of a head     G  groups
+    B  batch     T  new tokens     S  all tokens     H  key-value heads     D  size of a head     G  groups
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class QuantizedCache(GrowingCache):
         return self.layers[0][0][0].shape[1] if self.layers else 0
 
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens rounded; return all, (B, H, S, D) each: old ones dequantized, new ones exact."""
+        """Append the new tokens, rounded; return keys and values, (B, H, S, D) each, where the new ones are exact."""
         both = (k_BHTD, v_BHTD)
         for new in both:
             if new.shape[1] * new.shape[3] % KV_GROUP:

@@ -14,7 +14,7 @@ from ...base.errors import SpecError
 
 
 class Filters(TypedDict, total=False):
-    """The arguments of `probabilities` besides the logits."""
+    """The arguments of `probabilities`, without the logits."""
 
     temperature: float
     top_k: int | None

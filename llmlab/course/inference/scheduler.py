@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave the batch between two tokens (Orca, Yu et al. 2022).
 
 Each step reads prompts of new requests, at most `chunk` prompt tokens (Sarathi, Agrawal et al. 2023), and one token of
-every other request in one batch. When no block is free, the request that joined last is preempted: its blocks are freed
-and its tokens, which it keeps, are read again later.
+every other request in one batch. When no block is free, the request that joined last is preempted: its blocks are
+freed, and its tokens are read again later.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Request:
     table: Table | None = field(default=None, repr=False)
 
     @property
-    def held(self) -> Table:
-        """Its block table; only a running request has one."""
+    def own_table(self) -> Table:
+        """The block table of a running request; other requests have none."""
         assert self.table is not None, f"a request that is {self.state} has no blocks"
         return self.table
 
     @property
     def unread(self) -> list[int]:
-        """Its tokens that are not in the cache yet."""
+        """The tokens of the request that are not in the cache yet."""
         return (self.prompt + self.output)[len(self.table.tokens) if self.table else 0 :]
 
 
@@ -156,12 +156,12 @@ class Scheduler:
 
     @torch.no_grad()
     def _read(self, batch: list[Request], most: int | None = None) -> list[Request]:
-        """Read `most` tokens of each request (None: all); one whose prompt has been read gets its next token.
+        """Read `most` tokens of each request (None: all), and generate a token after each prompt that is complete.
 
-        All requests of a batch have equally many to read.
+        All requests of a batch have the same number of unread tokens.
         """
         while batch:
-            self.cache.rows = [request.held for request in batch]
+            self.cache.rows = [request.own_table for request in batch]
             unread_BT = torch.tensor([request.unread[:most] for request in batch], device=self._device())
             self.passes += 1
             try:
@@ -176,19 +176,19 @@ class Scheduler:
         else:
             return []
         self.cache.written()
-        now, finished = perf_counter(), []
+        time_of_tokens, finished = perf_counter(), []
         for request, row in zip(batch, logits_B1V, strict=True):
             if request.unread:
                 continue  # the next step reads more of its prompt
             request.output.append(int(next_token(probabilities(row, **request.filters), request.generator)))
-            request.first_token = request.first_token or now
+            request.first_token = request.first_token or time_of_tokens
             if len(request.output) == request.max_new_tokens or request.output[-1] == request.stop:
                 self._end(request, "finished")
                 finished.append(request)
         return finished
 
     def _preempt(self, request: Request) -> None:
-        self.pool.release(request.held)
+        self.pool.release(request.own_table)
         self.running.remove(request)
         request.state, request.table, request.preempted = "waiting", None, request.preempted + 1
         self.waiting.appendleft(request)

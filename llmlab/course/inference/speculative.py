@@ -1,8 +1,9 @@
 """Speculative decoding: a small model guesses, the large one checks all guesses in one pass (Leviathan et al. 2023).
 
-It is exact: the tokens have the large model's own distribution p. A guess x, drawn from the draft's q, is accepted with
-probability min(1, p(x) / q(x)); after the first rejection a token is drawn from max(0, p - q), divided by its sum.
-So x is written with probability q·min(1, p/q) + (probability of a rejection)·max(0, p - q)/(its sum) = p(x).
+It is exact: the tokens have the distribution p of the large model. A guess x from the draft's distribution q is
+accepted with probability min(1, p(x) / q(x)). After the first rejection, a token is drawn from max(0, p - q), divided
+by its sum. So x is generated with probability q·min(1, p/q) + (probability of a rejection)·max(0, p - q)/(its sum) =
+p(x).
 
     V  vocabulary     G  guesses per round
 """
@@ -57,8 +58,8 @@ def tokens_per_pass(acceptance: float, guesses: int) -> float:
 def speedup(acceptance: float, guesses: int, cost: float) -> float:
     """Return the speedup of decoding if a pass of the draft takes `cost` times a pass of the model (theorem 3.8).
 
-    A pass over all guesses is taken to last as long as one over a single token: true while decoding is bound by
-    reading the weights.
+    This assumes that a pass over all guesses takes as long as one over a single token, which is true while decoding is
+    bound by reading the weights.
     """
     return tokens_per_pass(acceptance, guesses) / (guesses * cost + 1)
 
@@ -77,7 +78,7 @@ def speculate(
 ) -> Speculation:
     """Return the Speculation for one prompt `ids`, (1, T). `filters` are those of `probabilities`, for both models.
 
-    Without a `generator` both models take the likeliest token, and the text is what `model` alone would write. Raises
+    Without a `generator`, both models choose the likeliest token, and the text equals that of `model` alone. Raises
     SpecError as `generate` does, and if the two vocabularies differ in size.
     """
     check_prompt(model, ids[0].tolist(), max_new_tokens)

@@ -11,7 +11,7 @@ from ..architectures.gpt import Cache as Ours
 
 
 class AsTransformers(Cache):
-    """A view of one of llmlab's caches. The model asks it for lengths to make the mask; each layer calls `update`."""
+    """A view of one of llmlab's caches. The model computes its mask from the lengths; each layer calls `update`."""
 
     is_compileable = False  # a class attribute hides the base class's property, which would look at `layers`
 

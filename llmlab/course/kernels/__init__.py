@@ -11,8 +11,8 @@
     y = kernels.rms_norm(x, weight, eps=1e-5, rung=3)    # this one, or NotAvailable with the reason
 
 The code is in `kernels/ladder`, one file per kernel. Rungs 3 and 4 also run on a CPU, slowly, in a process that was
-started with TRITON_INTERPRET=1: that is how they are tested. `python -m llmlab.course.kernels.ptx` compiles them for
-GPUs that this machine lacks. `rms_norm.cu` and `cuda` are one kernel in CUDA C++.
+started with TRITON_INTERPRET=1. The tests use this mode. `python -m llmlab.course.kernels.ptx` compiles them for GPUs
+that this machine lacks. `rms_norm.cu` and `cuda` are one kernel in CUDA C++.
 """
 
 from importlib import import_module
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["softmax", "rms_norm", "swiglu", "rope", "cross_entropy", "linear_cross_entropy", "attention"]
 
 
-if not TYPE_CHECKING:  # checkers read the imports above, and find a misspelt name
+if not TYPE_CHECKING:  # type checkers read the imports above, and so find a misspelt name
 
     def __getattr__(name: str) -> Any:
         if name in __all__:  # the files are in a subpackage: importing kernels/softmax.py would set `kernels.softmax`

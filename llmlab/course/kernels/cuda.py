@@ -33,12 +33,12 @@ class Resources(NamedTuple):
 
 
 def source(name: str = "rms_norm") -> str:
-    """Return the text of a file of this folder: "rms_norm", "matmul", or, of what calls them, "rms_norm_binding"."""
+    """Return the text of a .cu file of this folder: "rms_norm", "matmul", or the code that calls them, "*_binding"."""
     return (FOLDER / f"{name}.cu").read_text(encoding="utf-8")
 
 
 def missing() -> str | None:
-    """Return what this machine lacks to compile and run the kernels, None if nothing."""
+    """Return the tool or device that this machine lacks to compile and run the kernels, or None."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     if not torch.cuda.is_available():
@@ -50,7 +50,7 @@ def missing() -> str | None:
 
 @cache
 def extension(name: str = "rms_norm") -> ModuleType:
-    """Compile `name`.cu and return the module with the function `name`: it takes a minute, once per machine.
+    """Compile `name`.cu and return the module with the function `name`. This takes a minute, once per machine.
 
     Raises NotAvailable if nvcc or a GPU is missing.
     """
@@ -81,8 +81,8 @@ def matmul(x: Tensor, weight: Tensor, tiled: bool = True) -> Tensor:
     Raises SpecError for other shapes and dtypes, which the kernel would misread.
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or {x.dtype, weight.dtype} != {torch.float32}:
-        given = f"{tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}"
-        raise SpecError(f"matmul was given {given}; allowed are (T, p) and (p, q), both float32")
+        inputs = f"{tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}"
+        raise SpecError(f"matmul was given {inputs}; allowed are (T, p) and (p, q), both float32")
     return extension("matmul").matmul(x.contiguous(), weight.contiguous(), tiled)
 
 
@@ -95,15 +95,15 @@ def resources(name: str, arch: int = 80) -> dict[str, Resources]:
     if nvcc is None:
         raise NotAvailable("compiling CUDA C++ needs nvcc, of the CUDA toolkit, on the PATH; it needs no GPU")
     with tempfile.TemporaryDirectory() as folder:
-        path, out = FOLDER / f"{name}.cu", Path(folder, "kernel.cubin")
-        command = [nvcc, "-cubin", f"-arch=sm_{arch}", "--ptxas-options=-v", str(path), "-o", str(out)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = {}
-    for each in said.split("Compiling entry function")[1:]:
-        # C++ writes arguments' types into a function's name: _Z, the name's length, the name, the types.
-        length, mangled = re.findall(r"_Z(\d+)(\w+)", each)[0]
-        (registers,) = re.findall(r"Used (\d+) registers", each)
-        shared = sum(map(int, re.findall(r"(\d+) bytes smem", each)))
-        spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", each)))
-        found[mangled[: int(length)]] = Resources(int(registers), shared, spills)
-    return found
+        path, binary = FOLDER / f"{name}.cu", Path(folder, "kernel.cubin")
+        command = [nvcc, "-cubin", f"-arch=sm_{arch}", "--ptxas-options=-v", str(path), "-o", str(binary)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    resources_by_kernel = {}
+    for section in report.split("Compiling entry function")[1:]:
+        # C++ mangles the name of a function: _Z, the length of the name, the name, and the types of its arguments.
+        length, mangled = re.findall(r"_Z(\d+)(\w+)", section)[0]
+        (registers,) = re.findall(r"Used (\d+) registers", section)
+        shared = sum(map(int, re.findall(r"(\d+) bytes smem", section)))
+        spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", section)))
+        resources_by_kernel[mangled[: int(length)]] = Resources(int(registers), shared, spills)
+    return resources_by_kernel

@@ -65,6 +65,6 @@ def blocks_by(threads: int, registers: int, shared: int, gpu: GPU) -> dict[str, 
 
 
 def occupancy(threads: int, registers: int, shared: int, gpu: GPU) -> float:
-    """Return the share of a multiprocessor's warps that such blocks fill."""
+    """Return the share of a multiprocessor's warps that blocks with these resources fill."""
     blocks = min(blocks_by(threads, registers, shared, gpu).values())
     return blocks * ceil(threads / WARP) * WARP / limits_of(gpu).threads

@@ -3,8 +3,8 @@
     python -m llmlab.course.kernels.ptx              # sm_75 (T4), sm_80 (A100), sm_90 (H100)
     python -m llmlab.course.kernels.ptx --arch 80    # one of them
 
-A spill is a register's value that did not fit and goes through memory instead. No GPU is needed; the process must not
-have been started with TRITON_INTERPRET=1. It shows that a kernel compiles and fits, not how fast it is.
+A spill is a value that did not fit in a register and goes through memory instead. No GPU is needed, and the process
+must not have been started with TRITON_INTERPRET=1. The output shows that a kernel compiles and fits, but not its speed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
             yield "softmax", kernel, dtype, {"BLOCK": tile}, {"num_warps": warps(tile)}
         for kernel in ("forward_kernel", "backward_kernel"):
             values, constants = hidden, {"BLOCK": hidden}
-            if kernel == "backward_kernel":  # it has the sums of dweight too
+            if kernel == "backward_kernel":  # it also sums dweight
                 values, constants["STAGES"] = 2 * hidden, stages(hidden, 4 if dtype == "fp32" else 2)
             yield "rms_norm", kernel, dtype, constants, {"num_warps": warps(values)}
             yield "swiglu", kernel, dtype, {"BLOCK": 1024}, {}
@@ -87,9 +87,9 @@ def module_of(file: str) -> ModuleType:
 
 
 def compiled(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> Any:
-    """Return what Triton compiled of one kernel for sm_`arch`; its PTX is `.asm["ptx"]`. file: as `module_of` takes it.
+    """Compile a kernel for sm_`arch`; return Triton's result, whose PTX is `.asm["ptx"]`. file: as in `module_of`.
 
-    Pointers are assumed to be aligned to 16 bytes, as PyTorch's are, columns and strides to be multiples of 16.
+    Pointers are assumed to be aligned to 16 bytes, as in PyTorch, and columns and strides to be multiples of 16.
     """
     GPUTarget = symbol("triton.backends.compiler.GPUTarget")
     kernel = getattr(module_of(file), name)
@@ -104,8 +104,8 @@ def compiled(file: str, name: str, dtype: str, constants: dict[str, Any], option
         else:
             signature[argument] = "fp32" if argument in FLOATS else "i32"
     aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, (argument, kind) in enumerate(signature.items())
+        (position,): [["tt.divisibility", 16]]
+        for position, (argument, kind) in enumerate(signature.items())
         if kind.startswith("*") or (kind == "i32" and (argument in MULTIPLES or argument[-2:] in ("_b", "_h", "_t")))
     }
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
@@ -117,42 +117,43 @@ def compile_kernel(
 ) -> tuple[str, ...]:
     """Compile one kernel for sm_`arch`; return kernel, dtype, arch, registers per thread, bytes spilled and shared."""
     get_ptxas = symbol("triton.backends.nvidia.compiler.get_ptxas")
-    made = compiled(file, name, dtype, constants, options, arch)
-    target, *_ = re.findall(r"\.target (\w+)", made.asm["ptx"])  # sm_90a if it uses Hopper's matrix instructions
+    kernel = compiled(file, name, dtype, constants, options, arch)
+    target, *_ = re.findall(r"\.target (\w+)", kernel.asm["ptx"])  # sm_90a if it uses Hopper's matrix instructions
     with tempfile.TemporaryDirectory() as folder:
-        (path := Path(folder, "kernel.ptx")).write_text(made.asm["ptx"], "utf-8")
+        (path := Path(folder, "kernel.ptx")).write_text(kernel.asm["ptx"], "utf-8")
         assemble = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(path), "-o", str(path) + ".cubin"]
         ptxas = subprocess.run(assemble, capture_output=True, text=True, check=True)
     label = f"{file}.{name}" + "".join(f" {key}={value}" for key, value in constants.items())
     registers, *_ = re.findall(r"Used (\d+) registers", ptxas.stderr)
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)))
-    return label, dtype, str(arch), registers, str(spills), str(made.metadata.shared)
+    return label, dtype, str(arch), registers, str(spills), str(kernel.metadata.shared)
 
 
 def loops(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> dict[str, int]:
-    """Return how many loops one kernel's PTX has for sm_`arch`, and in them: barriers, exchanges between threads
-    (shuffles), asynchronous copies."""
+    """Return how many loops the PTX of a kernel has for sm_`arch`, and how many barriers, exchanges between threads
+    (shuffles) and asynchronous copies are in these loops."""
     code = compiled(file, name, dtype, constants, options, arch).asm["ptx"]
-    labels = {found[1]: found.start() for found in re.finditer(r"^([$]L\w+):", code, re.MULTILINE)}
-    jumps = [(labels[found[1]], found.start()) for found in re.finditer(r"bra[.\w]*\s+([$]L\w+);", code)]
+    labels = {match[1]: match.start() for match in re.finditer(r"^([$]L\w+):", code, re.MULTILINE)}
+    jumps = [(labels[match[1]], match.start()) for match in re.finditer(r"bra[.\w]*\s+([$]L\w+);", code)]
     bodies = [code[start:end] for start, end in jumps if start < end]
     return {"loops": len(bodies)} | {
-        what: sum(len(re.findall(instruction, body)) for body in bodies) for what, instruction in IN_LOOPS.items()
+        event: sum(len(re.findall(instruction, body)) for body in bodies) for event, instruction in IN_LOOPS.items()
     }
 
 
 def in_its_own_process(name: str, kernels: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return what `compile_kernel` or `loops`, by `name`, gives for each list of arguments.
+    """Return the results of the function `name`, `compile_kernel` or `loops`, for each list of arguments.
 
-    For callers that interpret: Triton decides once per process, so a process of its own compiles. Raises
-    subprocess.CalledProcessError, with what it said in `stderr`, if a kernel does not compile.
+    Triton decides once per process whether it compiles or interprets. This function compiles in a new process, so that
+    a process that interprets can call it. Raises subprocess.CalledProcessError, with the compiler's messages in
+    `stderr`, if a kernel does not compile.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IN_ITS_OWN], env=environment, check=True,
-        input=json.dumps([name, [list(each) for each in kernels]]), capture_output=True, text=True,
+        input=json.dumps([name, [list(arguments) for arguments in kernels]]), capture_output=True, text=True,
     )  # fmt: skip
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 def in_a_file(kernel: Any, folder: str | Path) -> str:
@@ -163,16 +164,16 @@ def in_a_file(kernel: Any, folder: str | Path) -> str:
 
 
 def compared(kernels: Sequence[Sequence[Any]]) -> list[dict[str, int]]:
-    """Return for each list of `compiled`'s arguments what the kernel does in a loop, and what it uses.
+    """Return the instructions in loops and the resources of a kernel, for each list of arguments of `compiled`.
 
-    Keys: barriers, exchanges, copies (as `loops` counts them), registers per thread, spilled and shared bytes.
+    Keys: barriers, exchanges and copies as in `loops`, registers per thread, spilled and shared bytes.
     """
-    found = []
+    results = []
     loop_counts, rows = (in_its_own_process(name, kernels) for name in ("loops", "compile_kernel"))
     for loop, row in zip(loop_counts, rows, strict=True):
         registers, spilled, shared = map(int, row[-3:])
-        found.append({**loop, "registers": registers, "spilled": spilled, "shared": shared})
-    return found
+        results.append({**loop, "registers": registers, "spilled": spilled, "shared": shared})
+    return results
 
 
 @click.command()
@@ -185,14 +186,14 @@ def main(arch: tuple[str, ...], wanted: str, wanted_dtype: str | None, head: int
     if triton is None or INTERPRETED:
         click.echo("needs Triton, and a process without TRITON_INTERPRET=1: the interpreter compiles nothing", err=True)
         sys.exit(2)
-    asked = [
-        (file, name, dtype, constants, options, one)
-        for one in map(int, arch or map(str, ARCHITECTURES))
-        for file, name, dtype, constants, options in kernels(one)
+    selected = [
+        (file, name, dtype, constants, options, sm)
+        for sm in map(int, arch or map(str, ARCHITECTURES))
+        for file, name, dtype, constants, options in kernels(sm)
         if wanted in f"{file}.{name}" and wanted_dtype in (None, dtype)
         and (head is None or constants.get("D", head) == head)
     ]  # fmt: skip
-    rows = [compile_kernel(*each) for each in track(asked, "kernels", console=Console(stderr=True))]
+    rows = [compile_kernel(*arguments) for arguments in track(selected, "kernels", console=Console(stderr=True))]
     header = ("kernel", "dtype", "sm", "registers", "spills", "shared")
     show(Table(header, rows, words=(0, 1)))
 

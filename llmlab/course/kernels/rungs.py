@@ -32,7 +32,7 @@ CAST_BF16 = None if triton is None else tl.constexpr(INTERPRETED)  # a constexpr
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Return triton.jit(function), or without Triton the function itself, which `choose` never lets run."""
+    """Return triton.jit(function), or without Triton the function itself, which never runs because of `choose`."""
     return function if triton is None else triton.jit(function)
 
 
@@ -51,8 +51,9 @@ LOWEST = None if triton is None else tl.constexpr(-3.4028234663852886e38)  # fin
 def absorb(highest, total, x):
     """Add a tile x of a row: each lane keeps the maximum of its own columns, and Σ exp(x − maximum) so far.
 
-    Begin with LOWEST and 0; `reduced` makes one pair of all lanes' at the end of the row, and until then no lane waits
-    for another. It is algorithm 3 of arXiv 1805.02867, with one exponential: the other of its two is exp(0).
+    Begin with LOWEST and 0. At the end of the row, `reduced` combines the pairs of all lanes, so no lane waits for
+    another one before that. This is algorithm 3 of arXiv 1805.02867 with one exponential, because its other one is
+    exp(0).
     """
     beyond = x - highest
     e = tl.exp(-tl.abs(beyond))
@@ -61,7 +62,7 @@ def absorb(highest, total, x):
 
 @jit
 def reduced(highest, total):
-    """Return a row's maximum, and Σ exp(x − maximum), from those of its lanes."""
+    """Return the maximum of a row and Σ exp(x − maximum), from the pairs of its lanes."""
     top = tl.max(highest, 0)
     return top, tl.sum(total * tl.exp(highest - top), 0)
 
@@ -145,12 +146,12 @@ def missing(tensors: tuple[Tensor, ...]) -> str | None:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch.compile(function), the same one in all calls, so that only new shapes are compiled again."""
+    """Return torch.compile(function), cached, so that only new shapes are compiled again."""
     return torch.compile(function)
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors as torch.autocast gives them to a matrix product: in its dtype if it is on."""
+    """Return the tensors in autocast's dtype if torch.autocast is on, as for a matmul."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

@@ -97,6 +97,6 @@ def gradient(model: nn.Module) -> Tensor:
     return flat
 
 
-def difference(one: Tensor, other: Tensor) -> float:
-    """Return the relative difference |one - other| / |other|, in Euclidean norms."""
-    return ((one - other).norm() / other.norm()).item()
+def difference(vector: Tensor, reference: Tensor) -> float:
+    """Return the relative difference |vector - reference| / |reference|, in Euclidean norms."""
+    return ((vector - reference).norm() / reference.norm()).item()

@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator on one screen: round, best fit, split, merge, and return what is free before giving up.
+"""PyTorch's caching allocator on one screen: round, best fit, split, merge, and return free segments before an error.
 
 It has no streams and no options. `llmlab.simulation.allocator.caching` is the complete model, which follows PyTorch's
 C++ code function by function; a test compares the two.

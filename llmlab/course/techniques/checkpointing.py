@@ -29,7 +29,7 @@ KEPT_OPERATORS = (
 
 
 class Conditions:
-    """State other than the arguments that a function's result depends on: the random generators and autocast."""
+    """The state that a function's result depends on, in addition to its arguments: random generators and autocast."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,7 +53,7 @@ class Conditions:
 
 
 class Recompute(torch.autograd.Function):
-    """function(x) that saves only x for backward; `parameters` are inputs too, so that they get gradients."""
+    """function(x), which saves only x for backward. `parameters` are inputs too, so that they get gradients."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ class Recompute(torch.autograd.Function):
         return None, *(next(gradients) if t.requires_grad else None for t in (x, *parameters))
 
 
-def recompute(module: nn.Module, x: Tensor, *rest: Any) -> Tensor:
-    """Return module(x, *rest), a tensor, and save only x. SpecError if a tensor in `rest` requires a gradient."""
-    if any(isinstance(one, Tensor) and one.requires_grad for one in rest):
-        raise SpecError("recompute(module, x, *rest) differentiates x and the parameters; use checkpoint(module, ...)")
-    return Recompute.apply(lambda x: module(x, *rest), x, *module.parameters())
+def recompute(module: nn.Module, x: Tensor, *arguments: Any) -> Tensor:
+    """Return module(x, *arguments), a tensor, and save only x. SpecError if an argument requires a gradient."""
+    if any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments):
+        raise SpecError("recompute(module, x, *...) differentiates x and the parameters; use checkpoint(module, ...)")
+    return Recompute.apply(lambda x: module(x, *arguments), x, *module.parameters())
 
 
 def checkpoint(function: Callable[..., Any], *inputs: Any, keep: Collection[str] = ()) -> Any:
@@ -130,7 +130,7 @@ class Keep(TorchDispatchMode):
 
 
 class Replay(Keep):
-    """Dispatch mode that returns the kept outputs of the named operators, in order, and frees each after its use."""
+    """Dispatch mode that returns the stored outputs of the named operators, in order, and frees each after its use."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ in self.names and self.results:
@@ -144,24 +144,24 @@ def selective(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 class Segment(nn.ModuleList):
-    """Blocks in sequence; `rest` are further arguments that every block takes."""
+    """Blocks in sequence; `arguments` are further arguments of every block."""
 
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return in_order(self, x, *rest)
+    def forward(self, x: Tensor, *arguments: Any) -> Tensor:
+        return in_order(self, x, *arguments)
 
 
 def every(spacing: int, how: Callable[..., Tensor] = checkpoint) -> Callable[..., Tensor]:
     """Return a `run_blocks` for GPT and Llama that checkpoints segments of `spacing` blocks.
 
-    `how` runs one segment: `checkpoint`, `recompute`, `selective` or torch.utils.checkpoint's. A spacing below 1 raises
-    SpecError.
+    `how` runs one segment: `checkpoint`, `recompute`, `selective` or the function of torch.utils.checkpoint. A spacing
+    below 1 raises SpecError.
     """
     check_counts(spacing=spacing)
 
-    def run(blocks: Iterable[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    def run(blocks: Iterable[nn.Module], x: Tensor, *arguments: Any) -> Tensor:
         blocks = list(blocks)
         for start in range(0, len(blocks), spacing):
-            x = how(Segment(blocks[start : start + spacing]), x, *rest)
+            x = how(Segment(blocks[start : start + spacing]), x, *arguments)
         return x
 
     return run

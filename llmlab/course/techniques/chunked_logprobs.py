@@ -1,9 +1,9 @@
-"""Log-probabilities of the next tokens without the logits: a tile of them at a time, forward and again in backward.
+"""Log-probabilities of the next tokens without all logits in memory: one tile of them at a time.
 
-Preference and policy-gradient losses read one number per token, log p = z_target - logsumexp(z). All logits of N tokens
-would be N · V numbers, and their gradient as many again. One tile of TOKENS × WORDS is enough: forward folds each tile
-into a running logsumexp, and backward computes it again and overwrites it with its gradient. TRL's trainers do this too
-(trl/kernels/chunked_logprob.py), where Triton kernels read the tiles.
+Preference and policy-gradient losses use one number per token, log p = z_target - logsumexp(z). All logits of N tokens
+would be N · V numbers, and so would their gradient. One tile of TOKENS × WORDS is enough: forward folds each tile into
+a running logsumexp, and backward computes the tile again and overwrites it with its gradient. TRL's trainers do the
+same with Triton kernels (trl/kernels/chunked_logprob.py).
 
     N  tokens     h  hidden     V  vocabulary
 """
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 TOKENS, WORDS = 4096, 32768  # rows and columns of a tile, as in TRL 1.16
-ROWS = 64  # that are upcast to fp32 together
+ROWS = 64  # rows of a tile that are upcast to fp32 together
 
 
 @torch.library.custom_op("llmlab::fold_logits", mutates_args=("highest", "total", "chosen"))
 def fold_logits(tile: Tensor, targets: Tensor, start: int, highest: Tensor, total: Tensor, chosen: Tensor) -> None:
-    """Fold logits (n, width) of the words from `start` on into the running maximum, the sum of exponentials relative to
-    it, and the target's logit, (n,) each."""
+    """Fold logits (n, width), whose first column is word `start`, into the running maximum, the sum of exponentials
+    relative to it, and the target's logit, (n,) each."""
     columns = targets - start
     for rows in torch.arange(len(tile), device=tile.device).split(ROWS):
         z, column = tile[rows].float(), columns[rows]
@@ -46,7 +46,7 @@ def logits_gradient(tile: Tensor, targets: Tensor, start: int, log_z: Tensor, gr
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a · b to an fp32 `total`; a GPU does so without rounding the product of halves first, or copying them."""
+    """Add a · b to an fp32 `total`. On a GPU, this neither rounds the product of half matrices nor copies them."""
     if a.dtype != torch.float32 and (a.is_cuda or a.device.index is not None):  # lab.simulate's GPU is "cpu:0"
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -70,17 +70,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, targets, log_z = ctx.saved_tensors
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
-        of_hidden = zeros(hidden.shape) if ctx.needs_input_grad[0] else None
-        of_weight = zeros(weight.shape) if ctx.needs_input_grad[1] else None
+        hidden_gradient = zeros(hidden.shape) if ctx.needs_input_grad[0] else None
+        weight_gradient = zeros(weight.shape) if ctx.needs_input_grad[1] else None
         for rows, words, tile, inputs, part in tiles(hidden, weight, ctx.dtype):
             logits_gradient(tile, targets[rows], words.start, log_z[rows], grad[rows])
-            if of_hidden is not None:
-                add_product(of_hidden[rows], tile, part)
-            if of_weight is not None:
-                add_product(of_weight[words], tile.t(), inputs)
+            if hidden_gradient is not None:
+                add_product(hidden_gradient[rows], tile, part)
+            if weight_gradient is not None:
+                add_product(weight_gradient[words], tile.t(), inputs)
         return (
-            None if of_hidden is None else of_hidden.to(hidden.dtype),
-            None if of_weight is None else of_weight.to(weight.dtype),
+            None if hidden_gradient is None else hidden_gradient.to(hidden.dtype),
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
             None,
         )
 
@@ -111,8 +111,8 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         total, chosen = (torch.zeros(targets.shape, device=logits.device) for _ in range(2))
         highest = torch.full_like(total, -torch.inf)
-        for each in zip(logits, targets, highest, total, chosen, strict=True):
-            fold_logits(*each[:2], 0, *each[2:])
+        for row in zip(logits, targets, highest, total, chosen, strict=True):
+            fold_logits(*row[:2], 0, *row[2:])
         log_z = highest + total.log()
         ctx.save_for_backward(logits, targets, log_z)
         return chosen - log_z
@@ -120,10 +120,10 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, targets, log_z = ctx.saved_tensors
-        of_logits = logits.clone(memory_format=torch.contiguous_format)
-        for each in zip(of_logits, targets, log_z, grad, strict=True):
-            logits_gradient(*each[:2], 0, *each[2:])
-        return of_logits, None
+        gradient = logits.clone(memory_format=torch.contiguous_format)
+        for row in zip(gradient, targets, log_z, grad, strict=True):
+            logits_gradient(*row[:2], 0, *row[2:])
+        return gradient, None
 
 
 def log_probs(logits: Tensor, targets: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     from llmlab.ranks.launch import launch
     before_and_after = launch(run_all, 4)[0]
 
-With four ranks a number shows where it comes from: rank r starts with 10^r times 1, 2, 3, 4, and 1111 sums all ranks.
+With four ranks, a number shows its origin: rank r starts with 10^r times 1, 2, 3, 4, and 1111 is a sum over all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run_all() -> dict[str, tuple[Cells, Cells]]:
     before_and_after = {}
 
     def note(name: str, before: Tensor | None, after: Tensor | None) -> None:
-        before_and_after[name] = (_everyones(before), _everyones(after))
+        before_and_after[name] = (_cells_of_all_ranks(before), _cells_of_all_ranks(after))
 
     flat = mine.clone() if rank == 0 else torch.zeros(ranks)
     dist.broadcast(flat, src=0)
@@ -61,10 +61,10 @@ def run_all() -> dict[str, tuple[Cells, Cells]]:
     return before_and_after
 
 
-def _everyones(cells: Tensor | None) -> Cells:
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, None if cells is None else cells.tolist())
-    return everyone
+def _cells_of_all_ranks(cells: Tensor | None) -> Cells:
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, None if cells is None else cells.tolist())
+    return gathered
 
 
 def time_all_reduce(sizes: list[int], repeats: int = 5) -> list[float]:

@@ -78,15 +78,16 @@ def ring_all_reduce(flat: Tensor) -> int:
 def same_model(model: nn.Module) -> None:
     """Copy rank 0's parameters to every rank; raise SpecError on all ranks if shapes or dtypes differ between ranks.
 
-    A collective operation on unequal shapes hangs or mixes tensors up, so call this before the first one.
+    A collective operation on unequal shapes hangs or mixes tensors up, so call this function before the first one.
     """
     mine = {name: (tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()}
-    everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        for name in {**everyone[0], **theirs}:
-            if theirs.get(name) != everyone[0].get(name):
-                raise SpecError(f"{name} is {everyone[0].get(name)} on rank 0 and {theirs.get(name)} on rank {rank}")
+    shapes_by_rank: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(shapes_by_rank, mine)
+    first = shapes_by_rank[0]
+    for rank, shapes in enumerate(shapes_by_rank):
+        for name in {**first, **shapes}:
+            if shapes.get(name) != first.get(name):
+                raise SpecError(f"{name} is {first.get(name)} on rank 0 and {shapes.get(name)} on rank {rank}")
     for parameter in model.parameters():
         dist.broadcast(parameter.detach(), src=0)
 

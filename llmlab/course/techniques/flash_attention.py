@@ -28,12 +28,12 @@ from ...base.errors import SpecError, check_counts
 def online_softmax(x: Tensor, tile: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (m, l) after each tile of `tile` values of the 1-D tensor x. At the end, softmax is exp(x − m) / l.
 
-    If the maximum grows, the old sum is too large by the factor exp(new m − old m). One multiplication corrects it, so
-    no earlier value is read again.
+    If the maximum grows, the old sum is too large by the factor exp(new m − old m). One multiplication corrects it
+    without reading earlier values again.
     """
     if x.dim() != 1 or not len(x) or not x.is_floating_point() or not tile >= 1:
-        given = f"got {x.dtype}, shape {tuple(x.shape)}, tile={tile}"
-        raise SpecError(f"online_softmax takes 1-D floats and tile >= 1; {given}")
+        actual = f"got {x.dtype}, shape {tuple(x.shape)}, tile={tile}"
+        raise SpecError(f"online_softmax takes 1-D floats and tile >= 1; {actual}")
     # Finite, because a fully masked first tile would give −inf − (−inf), which is NaN.
     m, total = x.new_tensor(torch.finfo(x.dtype).min), x.new_tensor(0.0)
     for values in x.split(tile):
@@ -172,5 +172,5 @@ def masked(s_ij: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
     """Return the tile of scores with −inf where a key comes after its query. Only tiles on the diagonal need it."""
     if not causal or columns.stop <= rows.start + 1:
         return s_ij
-    query, key = (torch.arange(one.start, one.stop, device=s_ij.device) for one in (rows, columns))
+    query, key = (torch.arange(part.start, part.stop, device=s_ij.device) for part in (rows, columns))
     return s_ij.masked_fill(key > query[:, None], -math.inf)

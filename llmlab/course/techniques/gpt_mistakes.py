@@ -20,9 +20,9 @@ from ...data import windows
 
 @torch.no_grad()
 def influence(model: nn.Module, ids_S: Tensor) -> Tensor:
-    """Return which tokens the logits depend on, bool (S, S): (t, s) is True if a new token at s changes those at t.
+    """Return which tokens the logits depend on, bool (S, S): (t, s) is True if another token at s changes those at t.
 
-    Computed in fp64, where rounding is far below any influence. For a decoder it is the lower triangle.
+    The logits are computed in fp64, so that rounding is far below any influence. A decoder has a lower triangle.
     """
     model, S = copy.deepcopy(model).double().eval(), len(ids_S)
     texts_SS = ids_S.repeat(S, 1)

@@ -1,6 +1,7 @@
 """LoRA: train a low-rank difference to a frozen weight, W + (alpha / r) · B A (Hu et al., arXiv 2106.09685, 4.1).
 
-W (out, in) is frozen; A (r, in) starts random and B (out, r) at zero, so that training starts from the unchanged model.
+W (out, in) is frozen. A (r, in) starts with random values and B (out, r) with zeros, so that training starts from the
+unchanged model.
 Trained parameters, gradients and optimizer states shrink to r · (in + out) per layer. Activations do not: gradients
 still flow back through every layer, and A needs the layer's input.
 """
@@ -79,7 +80,8 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def merge(model: nn.Module) -> nn.Module:
     """Add every layer's difference to its weight, so that the model costs no more than its base; return the model.
 
-    Raises SpecError, and changes nothing, if a weight is quantized (its codes cannot hold the sum) or already merged.
+    Raises SpecError, and changes nothing, if a weight is already merged, or is quantized: its codes cannot store the
+    sum.
     """
     layers = adapters(model)
     for name, layer in layers.items():
@@ -99,7 +101,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> nn.Module:
-    """Subtract every layer's difference again, exactly up to rounding, coarser in 16 bits; return the model."""
+    """Subtract every layer's difference again, up to rounding, which is coarser in 16 bits; return the model."""
     layers = adapters(model)
     for name, layer in layers.items():
         if not layer.merged:
@@ -151,7 +153,7 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
         raise SpecError(f"{folder} has no readable adapter: {error}; give a folder that save or peft wrote") from None
     parameters = {f"base_model.model.{name}.lora_{side}.weight": getattr(layer, side) for name, layer in layers.items()
                   for side in "AB"}  # fmt: skip
-    shapes = [{(name, tuple(tensor.shape)) for name, tensor in each.items()} for each in (parameters, tensors)]
+    shapes = [{(name, tuple(tensor.shape)) for name, tensor in named.items()} for named in (parameters, tensors)]
     if differing := sorted(shapes[0] ^ shapes[1]):
         name, shape = differing[0]
         raise SpecError(f"{folder} is for another rank, other targets or another model: {name} {shape} differs")

@@ -1,6 +1,6 @@
 """The plain training loop, and functions that count the bytes of weights, gradients, states and activations.
 
-All of them count storages, each once: two tensors that share memory (tied weights, views) count as one.
+The functions count each storage once, so two tensors that share memory (tied weights, views) count as one.
 """
 
 from __future__ import annotations

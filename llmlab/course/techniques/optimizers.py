@@ -18,9 +18,9 @@ from torch import Tensor
 
 
 class Rule(torch.optim.Optimizer):
-    """Calls `update` for each parameter that has a gradient; a subclass is one update rule, with its settings.
+    """Calls `update` for each parameter that has a gradient. Each subclass implements one update rule.
 
-    The first step creates the states with `zeros_like`, so in the parameter's dtype.
+    The first step creates the states with `zeros_like`, which gives them the parameter's dtype.
     """
 
     def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
@@ -46,7 +46,7 @@ class Rule(torch.optim.Optimizer):
 
 
 def moment(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
-    """Return the state `name`, zeros like `like` before its first update."""
+    """Return the state `name`, which is zeros in the shape of `like` before its first update."""
     if name not in state:
         state[name] = torch.zeros_like(like)
     return state[name]
@@ -97,7 +97,7 @@ class Adam(Rule):
 class AdamW(Adam):
     """Adam with a separate decay, w ← (1 − lr · λ) w (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
 
-    The decay does not pass through the moments: every weight shrinks at the same rate.
+    The decay does not pass through the moments, so every weight shrinks at the same rate.
     """
 
     decoupled = True

@@ -1,7 +1,7 @@
 """8-bit Adam from scratch: block-wise dynamic quantization of the two moments (Dettmers et al., arXiv 2110.02861).
 
 Each block of 256 numbers is divided by its largest magnitude (`absmax`, fp32), and each quotient becomes the index of
-the nearest of 256 values. Those values are dense near 0: they span seven powers of ten, int8 spans two.
+the nearest of 256 values. These values are dense near 0: they span seven powers of ten, while int8 spans two.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""Parameter-efficient fine-tuning: how many parameters each method trains, by formula, and the method through peft.
+"""Parameter-efficient fine-tuning: formulas for the number of trained parameters, and the methods themselves by peft.
 
     r rank, or an adapter's width   n virtual tokens   d hidden size
 
-LoRA adds r · (in + out) per target (arXiv 2106.09685); DoRA one more magnitude per output (2402.09353); adapters two
-bottlenecks per block (1902.00751); (IA)³ one factor for each key, value and MLP feature (2205.05638); BitFit trains the
-existing biases (2106.10199), and Llama has none; prompt tuning trains n embeddings (2104.08691); P-tuning a network
-that computes them (2103.10385); prefix tuning n keys and values in every layer (2101.00190).
+    LoRA           adds r · (in + out) per target                                 arXiv 2106.09685
+    DoRA           adds a magnitude for each output to LoRA                       2402.09353
+    adapters       add two bottlenecks per block                                  1902.00751
+    (IA)³          adds a factor for each key, value and MLP feature              2205.05638
+    BitFit         trains the existing biases, of which Llama has none            2106.10199
+    prompt tuning  trains n embeddings                                            2104.08691
+    P-tuning       trains a network that computes these embeddings                2103.10385
+    prefix tuning  trains n keys and values in every layer                        2101.00190
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ AFTER = ("o_proj", "down_proj")  # the last linears of attention and of the MLP:
 def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> int:
     """Return how many parameters `method` trains on a Llama-like `spec`.
 
-    `rank`: of LoRA and DoRA, on all linear layers of a block, and the adapters' width. `tokens`: virtual tokens.
+    `rank` is that of LoRA and DoRA on all linear layers of a block, and the width of adapters. `tokens` are virtual.
     """
     _check(method)
     linears = [linear for linear in spec.linears if linear.name in TARGETS]
@@ -52,8 +56,8 @@ def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> i
 def apply(method: str, model: PreTrainedModel, rank: int = 16, tokens: int = 20) -> nn.Module:
     """Prepare `model` for `method` and return it: only the parameters that the method trains require a gradient.
 
-    `model` is a transformers model with Llama's names. peft prepares it, except for adapters, which are
-    ours, and for full and bitfit, which only choose among the model's own parameters.
+    `model` is a transformers model with Llama's names. peft prepares it for most methods. The adapters are those of
+    this module, and "full" and "bitfit" only choose among the model's own parameters.
     """
     _check(method)
     if method in ("full", "bitfit"):

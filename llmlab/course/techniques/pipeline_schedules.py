@@ -21,7 +21,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 class Op(NamedTuple):
     """One operation of a rank: F forward, B backward, W gradients of weights. If a schedule has a W for a stage and a
-    micro-batch, their B computes only the gradient of the input."""
+    micro-batch, the B of both computes only the gradient of the input."""
 
     kind: str
     stage: int
@@ -40,8 +40,8 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
         raise SpecError(f"schedule={name!r} is not one of {', '.join(SCHEDULES)}")
     check_counts(ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages)
     if (name == "interleaved") != (virtual_stages > 1):
-        given = f"virtual_stages={virtual_stages} with {name}"
-        raise SpecError(f"{given}: interleaved takes 2 or more stages per rank, the others one")
+        counts = f"virtual_stages={virtual_stages} with {name}"
+        raise SpecError(f"{counts}: interleaved takes 2 or more stages per rank, the others one")
     if name == "interleaved" and micro_batches % ranks:
         raise SpecError(f"{micro_batches} micro-batches are not a multiple of {ranks} ranks; interleaved needs that")
     return [operations(name, rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
@@ -86,8 +86,8 @@ def dualpipe(ranks: int, micro_batches: int) -> Schedule:
     """
     check_counts(ranks=ranks, micro_batches=micro_batches)
     if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
-        given = f"{micro_batches} micro-batches on {ranks} ranks"
-        raise SpecError(f"{given}: dualpipe needs even numbers, and two micro-batches per rank or more")
+        counts = f"{micro_batches} micro-batches on {ranks} ranks"
+        raise SpecError(f"{counts}: dualpipe needs even numbers, and two micro-batches per rank or more")
     return [_dualpipe_rank(rank, ranks, micro_batches // 2) for rank in range(ranks)]
 
 
@@ -142,31 +142,31 @@ class Span(NamedTuple):
 def times(
     plan: Schedule, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, send: float = 0.0
 ) -> list[Span]:
-    """Return when each operation runs, if each rank runs its operations in order, as soon as their inputs are there.
+    """Return the times of all operations, if each rank runs its own in order, as soon as their inputs have arrived.
 
     `forward`, `inputs` and `weights` are the seconds of all layers of a *rank* for one micro-batch: of the forward
     pass, and of the gradients of inputs and of weights. A virtual stage takes its share. `send` is the time to send an
     activation. Raises SpecError for a schedule that deadlocks.
     """
     ranks = len(plan)
-    every = [op for ops in plan for op in ops]
-    stages = 1 + max(op.stage for op in every)
+    all_ops = [op for ops in plan for op in ops]
+    stages = 1 + max(op.stage for op in all_ops)
     share = ranks / stages
-    split = {op._replace(kind="B") for op in every if op.kind == "W"}
+    split = {op._replace(kind="B") for op in all_ops if op.kind == "W"}
     seconds = {"F": forward * share, "B": (inputs + weights) * share, "W": weights * share}
     ends: dict[Op, float] = {}
     spans: list[Span] = []
     clocks, queues = [0.0] * ranks, [deque(ops) for ops in plan]
     while any(queues):
-        done = len(spans)
+        finished = len(spans)
         for rank, queue in enumerate(queues):
-            while queue and all(other in ends for other in needs(queue[0], stages)):
+            while queue and all(need in ends for need in needs(queue[0], stages)):
                 op = queue.popleft()
-                ready = (ends[other] + (send if other.stage != op.stage else 0.0) for other in needs(op, stages))
+                ready = (ends[need] + (send if need.stage != op.stage else 0.0) for need in needs(op, stages))
                 start = max([clocks[rank], *ready])
                 ends[op] = clocks[rank] = start + (inputs * share if op in split else seconds[op.kind])
                 spans.append(Span(op, rank, start, clocks[rank]))
-        if len(spans) == done:
+        if len(spans) == finished:
             waiting = {rank: queue[0] for rank, queue in enumerate(queues) if queue}
             raise SpecError(f"this schedule deadlocks: each rank waits for another, {waiting}")
     return spans
@@ -192,7 +192,7 @@ def bubble_formula(name: str, ranks: int, micro_batches: int, virtual_stages: in
     """Return `bubble` by formula, if the forward pass, the gradients of inputs and those of weights take equally long.
 
     A rank waits pp - 1 times for the passes of a stage (arXiv 2104.04473, section 2.2). Stages that are v times shorter
-    divide this by v. In ZB-H1, it is one third (arXiv 2401.10241, section 2.2). Holds for m >= pp.
+    divide this wait by v. ZB-H1 divides it by three (arXiv 2401.10241, section 2.2). The formula holds for m >= pp.
     """
     waits = {"zero-bubble": 1 / 3, "interleaved": 1 / virtual_stages}.get(name, 1.0) * (ranks - 1)
     return waits / (micro_batches + waits)
@@ -205,9 +205,9 @@ def in_flight(plan: Schedule) -> list[float]:
     split = {op._replace(kind="B") for ops in plan for op in ops if op.kind == "W"}
     most = []
     for ops in plan:
-        now, peak = 0, 0
+        stored, peak = 0, 0
         for op in ops:
-            now += (op.kind == "F") - (op.kind == "W" or (op.kind == "B" and op not in split))
-            peak = max(peak, now)
+            stored += (op.kind == "F") - (op.kind == "W" or (op.kind == "B" and op not in split))
+            peak = max(peak, stored)
         most.append(peak * len(plan) / stages)
     return most

@@ -18,8 +18,8 @@ HALF = (torch.float16, torch.bfloat16)
 class Format:
     """A binary floating-point format: one sign bit, `exponent` bits, `mantissa` bits (IEEE 754-2019, section 3.4).
 
-    `infinities=False` is e4m3's rule: the top exponent encodes numbers too, and only its last pattern is NaN, so values
-    too large become the largest number (OCP 8-bit Floating Point Specification 1.0, sections 5.2 and 5.3).
+    With `infinities=False`, as in e4m3, the top exponent encodes numbers too, and only its last pattern is NaN. Values
+    that are too large become the largest number (OCP 8-bit Floating Point Specification 1.0, sections 5.2 and 5.3).
     """
 
     name: str
@@ -37,7 +37,7 @@ class Format:
 
     @property
     def top(self) -> int:
-        """The pattern of the largest number; the next one is infinity, or e4m3's NaN."""
+        """The pattern of the largest number. The next pattern is infinity, or NaN in e4m3."""
         return (1 << (self.bits - 1)) - 2 if not self.infinities else ((1 << self.exponent) - 1 << self.mantissa) - 1
 
     @property

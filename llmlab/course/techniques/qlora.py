@@ -1,8 +1,8 @@
-"""QLoRA: LoRA adapters trained beside a frozen base model in 4 bits (Dettmers et al., arXiv 2305.14314).
+"""QLoRA: LoRA adapters on a frozen base model in 4 bits (Dettmers et al., arXiv 2305.14314).
 
     y = x · dequantize(W)ᵀ + (alpha / r) · x Aᵀ Bᵀ      (equation 5)
 
-The gradient flows through the dequantized weight to x, and never to the weight itself: rounding needs no derivative.
+The gradient flows through the dequantized weight to x, and never to the weight itself, so rounding needs no derivative.
 bitsandbytes stores the codes and multiplies; `llmlab.course.quantize.formats.nf4` is the same format from scratch.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...base.errors import NotAvailable, SpecError
-from .lora import LoRALinear, adapters
+from .lora import LoRALinear
 
 HEAD = "lm_head"
 
@@ -48,22 +48,3 @@ def to_nf4(model: nn.Module, double: bool = False, compute: torch.dtype = torch.
         model.set_submodule(name, layer)
     return model
 
-
-@torch.no_grad()
-def merge_rounded(model: nn.Module) -> nn.Module:
-    """Dequantize each base weight, add its adapter, and round to NF4 again; return the model, its adapters merged.
-
-    Unlike `merge` it loses precision: the sum is rounded, and with it the adapter. peft's merge does so too, and warns.
-    """
-    import bitsandbytes as bnb
-
-    for name, layer in adapters(model).items():
-        old = layer.base.weight
-        if not isinstance(old, bnb.nn.Params4bit) or old.quant_state is None:
-            raise SpecError(f"{name}'s base is not in NF4: call to_nf4 before inject, or use merge")
-        how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": old.compress_statistics}
-        whole = bnb.functional.dequantize_4bit(old.data, old.quant_state).float() + layer.difference()
-        rounded = bnb.nn.Params4bit(whole, requires_grad=False, **how)
-        layer.base.weight = rounded.to(old.device)  # type: ignore[misc]  # its stub says that this is a Module
-        layer.merged = True
-    return model

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .training_loop import batch_seed
 
-SEQUENCES_OF_THE_TEXT = 40  # one epoch, so short that the few steps of a chapter reach the next one and its new order
+SEQUENCES_OF_THE_TEXT = 40  # one epoch; it is short, so that the few steps of a chapter reach the second epoch
 
 
 class Order:
@@ -34,9 +34,9 @@ class Order:
     def next(self) -> int:
         if self.position == SEQUENCES_OF_THE_TEXT:
             self.epoch, self.position = self.epoch + 1, 0
-        drawn = torch.Generator().manual_seed(batch_seed(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(batch_seed(self.seed, self.epoch))
         self.position += 1
-        return int(torch.randperm(SEQUENCES_OF_THE_TEXT, generator=drawn)[self.position - 1])
+        return int(torch.randperm(SEQUENCES_OF_THE_TEXT, generator=generator)[self.position - 1])
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
@@ -47,8 +47,8 @@ class Order:
 
 @dataclass
 class Progress:
-    """The state that the next step depends on, of one rank of `ranks`. `losses`: of each step so far, nats per token;
-    `generator` draws dropout's masks."""
+    """The state of a rank on which the next step depends. `losses` has the loss of each step so far, in nats per token,
+    and `generator` draws the masks of dropout."""
 
     rank: int
     ranks: int
@@ -120,7 +120,7 @@ def resume(progress: Progress, checkpoint: Path, leave_out: tuple[str, ...] = ()
 
 
 class KilledWriter(dcp.FileSystemWriter):
-    """Writes this rank's shards, and kills the process before the other ranks know, to show what a crash leaves."""
+    """Writes this rank's shards, and kills the process before the other ranks know, to show the result of a crash."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         super().write_data(plan, planner).wait()

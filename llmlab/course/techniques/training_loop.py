@@ -3,7 +3,7 @@
     python -m llmlab.course.techniques.training_loop --steps 360 --out FOLDER
 
 trains a small Llama on the Python documentation and writes a folder that transformers' from_pretrained reads. With
---small in place of --steps it is the longer run that made llmlab/course/architectures/small_llama.
+--small in place of --steps, it repeats the longer run that trained llmlab/course/architectures/small_llama.
 
     B  micro_batch     S  seq_len     V  vocabulary
 """
@@ -31,9 +31,9 @@ from ..architectures.small import CONFIG, RECIPE, STRIDE, TEXT, TOKENIZER, WEIGH
 from ..evaluate import perplexity
 from .learning_rate import warmup_cosine
 
-# 2.5 million parameters, 5 MB in half precision: two cores train on 180 000 tokens in half a minute. Widths are
-# multiples of 256, the largest block of a number format (GGUF's K-quants; NF4's has 64), so every format fits.
-# Narrower matrices start larger: 0.05 at a width of 256 does about what 0.02 does at GPT-2's 768 and above.
+# 2.5 million parameters, 5 MB in half precision: two cores train on 180,000 tokens in half a minute. Widths are
+# multiples of 256, the largest block of a number format (GGUF's K-quants; NF4 has blocks of 64), so every format fits.
+# Narrower matrices need larger initial weights: 0.05 at a width of 256 corresponds to 0.02 at GPT-2's width of 768.
 SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
@@ -68,7 +68,7 @@ class Recipe:
             raise SpecError(f"warmup={self.warmup} is outside 0 <= warmup < steps={self.steps}")
 
 
-# --small: many epochs over a short text, with a strong decay against memorizing it. Windows are as long as the context.
+# --small: many epochs over a short text; the strong weight decay prevents memorizing it. Windows fill the context.
 SMALL = Recipe(steps=500, micro_batch=2, seq_len=1024, weight_decay=3.0, eval_every=50)
 
 
@@ -98,7 +98,7 @@ def batch_seed(seed: int, step: int) -> int:
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Return the learning rate of `step`, counted from 0. The first is above 0; the warm-up ends with the highest."""
+    """Return the learning rate of `step`, counted from 0. It is above 0 in step 0, and the warm-up ends at the peak."""
     return recipe.learning_rate * warmup_cosine(step + 1, recipe.warmup, recipe.steps, recipe.final)
 
 
@@ -179,9 +179,9 @@ def save(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 def write_recipe(folder: Path, recipe: Recipe, history: History, held_out: Tensor) -> float:
-    """Write recipe.json beside the files of `save`, for `course.architectures.small`; return the perplexity in it.
+    """Write recipe.json next to the files of `save`, for `course.architectures.small`; return the perplexity in it.
 
-    It is the perplexity of the ids `held_out`, (tokens,), under the weights in the file, which half precision rounded.
+    This is the perplexity of the ids `held_out`, (tokens,), under the weights in the file, rounded to half precision.
     """
     path = folder / RECIPE
     facts: dict[str, Any] = {
@@ -208,13 +208,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where model, config and tokenizer are written")
     parser.add_argument("--small", action="store_true", help="the run that made the small Llama, on its own text")
-    for one in fields(Recipe):
-        name = "--" + one.name.replace("_", "-")
-        default = f"default {one.default}, with --small {getattr(SMALL, one.name)}"
-        parser.add_argument(name, type=type(one.default), help=default)
+    for setting in fields(Recipe):
+        name = "--" + setting.name.replace("_", "-")
+        default = f"default {setting.default}, with --small {getattr(SMALL, setting.name)}"
+        parser.add_argument(name, type=type(setting.default), help=default)
     options = parser.parse_args(arguments)
-    given = {one.name: getattr(options, one.name) for one in fields(Recipe)}
-    recipe = replace(SMALL if options.small else Recipe(), **{k: v for k, v in given.items() if v is not None})
+    values = {setting.name: getattr(options, setting.name) for setting in fields(Recipe)}
+    recipe = replace(SMALL if options.small else Recipe(), **{k: v for k, v in values.items() if v is not None})
     if options.small:
         options.model, options.source = "llama", TEXT
     torch.manual_seed(recipe.seed)

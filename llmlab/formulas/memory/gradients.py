@@ -39,7 +39,7 @@ def gradients(share: Share, states: States) -> Gradients:
     spec, run, b, sharded, stack = share.spec, share.run, share.bytes, uses_fsdp(share.run), stack_of(share.run)
     elements = 0 if run.lora else spec.vocab * spec.hidden
     table = elements * b.gradients // run.tp  # the head's gradient, the embedding's, or that of both
-    tied = spec.tied and share.first and share.last
+    tied = share.ties_head and share.first and share.last
     # Each rank computes the whole gradient of an embedding that is divided by rows
     # (torch/distributed/tensor/_ops/_embedding_ops.py). FSDP2 divides it before the reduction, and a tied weight's sum
     # is divided before it is stored. Otherwise it stays whole until the update.
@@ -80,7 +80,8 @@ def gradients(share: Share, states: States) -> Gradients:
     # Autograd adds the gradients of both uses of a tied weight before it stores the sum. It holds two terms and a sum,
     # or only two terms if the first one was cast (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if (share.autocast and run.tp == 1) or in_chunks(run) else 3
-    of_head = table if share.last and not share.delays_head else 0
+    head_alone = share.scores_vocabulary and not share.delays_head
+    of_head = table if head_alone else 0
     if units.head:  # the head is a unit of its own, and its gradients are reduced before those of blocks
         of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
     elif sharded and (casts or tied or first_alone or not late):  # FSDP2 has not reduced the head's gradient yet
@@ -120,7 +121,7 @@ def gradients(share: Share, states: States) -> Gradients:
     half_head = elements * b.compute // run.tp if share.autocast else 0
     return Gradients(
         accumulated=accumulated,
-        head=0 if share.delays_head else (3 if in_chunks(run) else 1) * table + half_head if share.last else 0,
+        head=(3 if in_chunks(run) else 1) * table + half_head if head_alone else 0,
         after_head=after_head,
         stored=stored,
         reducing=reducing,
@@ -159,7 +160,7 @@ def _stored(share: Share, states: States, every: int) -> Stored:
     stage = sum(counts.values()) or 1  # a stage of nanotron that only computes the loss has no parameters
     sharded = uses_fsdp(run)
     outside = counts["embedding"] + (0 if states.units.head else counts["head"]) if sharded else 0
-    embedding_exists = spec.tied and not share.delays_head
+    embedding_exists = share.ties_head and not share.delays_head
     embedding = 0 if sharded or embedding_exists or not share.first else counts["embedding"]
     after_blocks = every * (stage - outside) // stage
     block = every * block_parameters(spec) // stage

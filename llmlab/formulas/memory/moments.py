@@ -209,7 +209,7 @@ class StepMemory:
         uncast = of_linear * casts_without_gradient(share) // run.tp if of_linear else 0
         self.casts = adapters + (0 if freed else self.block_cast * share.layers - uncast)
         self.kept_casts = 0 if run.checkpointing else self.casts
-        cast_head = share.last and run.half_layers is None
+        cast_head = share.scores_vocabulary and run.half_layers is None
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if cast_head else 0
         if run.objective.loss == "chunked":  # of the words of a tile
             self.head_cast = min(self.head_cast, element * WORDS * spec.hidden)

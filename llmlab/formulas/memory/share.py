@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
@@ -43,6 +45,16 @@ class Share:
     attention_bytes: int  # per element of queries, keys, values and scores
     softmax_bytes: int  # per element of the output of softmax
     mask_bytes: int  # per element of a dropout mask
+
+    @property
+    def scores_vocabulary(self) -> bool:
+        """Whether the rank has the head of a language model; a classifier's head is a few rows, and counts as none."""
+        return self.last and not self.run.num_labels
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether one weight is the embedding and the head of a language model."""
+        return self.spec.tied and not self.run.num_labels
 
     @property
     def linear_bytes(self) -> int:
@@ -93,7 +105,7 @@ class Share:
         gradient first, or it is a slice of a padded matmul."""
         run, whole = self.run, self.first and self.last and self.run.world_size == 1
         at_once = self.autocast or self.pads_rows or run.lora or run.kernels
-        return self.compiled and self.spec.tied and whole and not at_once
+        return self.compiled and self.ties_head and whole and not at_once
 
     @property
     def masked(self) -> bool:
@@ -125,6 +137,8 @@ class Share:
 
 def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool = False, stage: int = 0) -> Share:
     """Return the share of a rank of pipeline stage `stage`; if tensors are divided unevenly, that of rank 0."""
+    if run.num_labels:
+        spec = _without_head(spec)
     b, kernel = bytes_of(run), attention_kernel(spec, run, gpu, cpu)
     if _compiled(spec, run) and run.attention == "sdpa" and not cpu:
         kernel = "efficient"  # FlashAttention accepts no mask
@@ -157,6 +171,12 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         softmax_bytes=attention_bytes if spec.family == "gpt2" and not autocast else 4,
         mask_bytes=b.compute if cpu else 1,  # fused dropout on a GPU; a CPU's mask has the dtype of its tensor
     )
+
+
+@cache
+def _without_head(spec: ModelSpec) -> ModelSpec:
+    """Return the model without the weight of its head, for a classifier, whose own head is a few rows."""
+    return replace(spec, config_json=json.dumps({**spec.config, "tie_word_embeddings": True}))
 
 
 def _compiled(spec: ModelSpec, run: Training) -> bool:

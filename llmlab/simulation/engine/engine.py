@@ -55,6 +55,9 @@ from .unsupported import random_again
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+# of torch.profiler.record_function, which FSDP calls for each layer: they have no tensors
+ENTER_RANGE = torch.ops.profiler._record_function_enter_new.default
+EXIT_RANGE = torch.ops.profiler._record_function_exit._RecordFunction
 LENT = Note(  # c10/cuda/CUDACachingAllocator.cpp, insert_events
     "record-stream",
     "Tensor.record_stream delays when freed blocks can be used again, for as long as the GPU runs behind the script. "
@@ -167,6 +170,9 @@ class Engine(TorchDispatchMode):
             return self.read(args[0])
         if func is WAIT:  # returns its argument (torch/csrc/distributed/c10d/Functional.cpp), unlike its fake kernel
             return args[0]
+        if func is ENTER_RANGE or func is EXIT_RANGE:
+            with disable_current_modes():
+                return func(*args, **kwargs)
         if is_composite(func) and func.name() not in self.workspaces:  # inference mode does not decompose it
             with self:
                 return decomposed(func, args, kwargs)

@@ -66,7 +66,8 @@ def cuda_api(card: Card) -> Iterator[None]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != owner:
-                raise SpecError(f"{name} in a second thread; use the simulator in the thread that opened it")
+                raise SpecError(f"{name} in a second thread, which is not simulated; call the code that uses the GPU "
+                                "in the thread that opened the simulator, which is a script's main thread")  # fmt: skip
             return function(*args, **kwargs)
 
         return call

@@ -122,7 +122,7 @@ class Redirect(TorchFunctionMode):
             return special(*args, **kwargs)
         if args and type(args[0]) in self.engine.defers and (of_dtensor := self.of_dtensors.get(func)) is not None:
             return of_dtensor(*args, **kwargs)
-        args = tuple(_redirected(arg) for arg in args)
+        args = tuple(map(_redirected, args))
         if kwargs:
             pinned = kwargs.get("pin_memory")
             kwargs = {name: _redirected(value) for name, value in kwargs.items() if name != "pin_memory"}

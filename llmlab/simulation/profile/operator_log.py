@@ -162,8 +162,6 @@ class Operators(list):
     def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, compiled: bool = False) -> None:
         """Add one operator."""
         name = func._schema.name
-        if func.namespace == "profiler":
-            return
         # Recomputation runs inside the backward pass, but from Python and with gradients on, like the forward pass.
         backward = current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if is_view(func):

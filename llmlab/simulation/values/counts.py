@@ -23,7 +23,8 @@ DISTINCT = aten._unique2.default
 BINS = frozenset((aten.histc.default, aten.bincount.default))
 BALANCED = Note(
     "balanced-routing",
-    "The tokens that the router sends to each expert are simulated as an even split; a real router's are uneven.",
+    "Counts of values, such as the tokens that a router sends to each expert, are simulated as an even split; real "
+    "ones are uneven.",
 )
 
 

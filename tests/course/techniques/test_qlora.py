@@ -1,6 +1,5 @@
-"""QLoRA is LoRA on the dequantized base; its base never changes, and merging into it rounds."""
+"""QLoRA is LoRA on the dequantized base, which never changes."""
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from llmlab.base.errors import SpecError
 from llmlab.course.architectures.llama import Llama
 from llmlab.course.quantize.formats import nf4
 from llmlab.course.techniques.lora import adapters, inject, merge
-from llmlab.course.techniques.qlora import merge_rounded, to_nf4
+from llmlab.course.techniques.qlora import to_nf4
 from llmlab.course.techniques.training_loop import SMALL_LLAMA, next_token_loss
 
 TINY = {**SMALL_LLAMA, "vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1}
@@ -92,21 +91,9 @@ def test_double_quantization_quantizes_the_scales():
     torch.testing.assert_close(offset, two.offset)
 
 
-def test_merging_rounds_the_sum_and_a_plain_merge_is_refused():
-    model = with_adapters(to_nf4(build()))
+def test_a_merge_into_a_quantized_base_is_refused():
     with pytest.raises(SpecError, match="quantized weight"):
-        merge(model)
-    layer = adapters(model)["layers.0.mlp.down_proj"]
-    whole = bnb.functional.dequantize_4bit(layer.base.weight.data, layer.base.weight.quant_state) + layer.difference()
-    merge_rounded(model)
-    merged = bnb.functional.dequantize_4bit(layer.base.weight.data, layer.base.weight.quant_state)
-    torch.testing.assert_close(merged, nf4.decode(*nf4.encode(whole.detach()), whole.shape))
-    assert not torch.allclose(merged, whole, atol=1e-3) and layer.merged
-
-
-def test_a_base_that_is_not_quantized_cannot_be_rounded_again():
-    with pytest.raises(SpecError, match="base is not in NF4: call to_nf4 before inject, or use merge"):
-        merge_rounded(with_adapters(build()))
+        merge(with_adapters(to_nf4(build())))
 
 
 def test_adapters_are_not_quantized():

@@ -105,7 +105,7 @@ class Attention(torch.autograd.Function):
 
 
 def one_after_another(x: Tensor) -> Tensor:
-    """Return x with the channels of a head adjacent in memory; the kernels are told the other strides."""
+    """Return x with the channels of a head adjacent in memory; the kernels receive the other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -118,21 +118,21 @@ def tiles(x: Tensor, backward: bool) -> dict[str, int]:
 def tiles_for(head: int, itemsize: int, capability: tuple[int, int], backward: bool) -> dict[str, int]:
     """As `tiles`, from bytes per value and compute capability.
 
-    Chosen so that tiles fit in shared memory (64 KiB before 8.0, 99 KiB or more from 8.0 on) and sums in registers:
-    eight warps have twice the registers of four. `python -m llmlab.course.kernels.ptx` shows both. For each byte of k
-    and v that a program reads, forward does M FLOP in half precision: with 128 rows the L2 cache keeps up.
+    The tiles fit in shared memory (64 KiB before 8.0, at least 99 KiB from 8.0 on) and the sums in registers; eight
+    warps have twice the registers of four. `python -m llmlab.course.kernels.ptx` shows both. For each byte of k and v
+    that a program reads, forward computes M FLOP in half precision. With 128 rows, the L2 cache is fast enough.
     """
     wide = head > 64
     if itemsize == 4:  # no tensor cores without TF32: the products themselves take registers
-        # Backward of a head size between these, where channels are masked, spills with eight warps.
+        # With eight warps, backward spills for a head size between these, whose channels are masked.
         warps = 8 if (32 < head <= 64 or head == MAX_HEAD if backward else wide) else 4
         return {"M": 32, "N": 16 if wide else 32, "num_warps": warps, "num_stages": 1}
     if capability < (8, 0):  # Triton's dot does not use these tensor cores: the products take registers too
         rows = 16 if wide else 32
         return {"M": rows, "N": rows, "num_warps": 8, "num_stages": 1}
     warps = 8 if wide else 4
-    if backward:  # a program has N rows of its own: the more, the less often it reads the M rows of each other tile
-        hopper = capability[0] == 9  # its products take operands from shared memory, others from registers
+    if backward:  # a program owns N rows: the larger N is, the less often the M rows of other tiles are read
+        hopper = capability[0] == 9  # its matmuls read operands from shared memory, those of other GPUs from registers
         columns = 64 if wide and not hopper else 128
         rows = 64 if hopper and not wide else 32  # twice as many would spill
         return {"M": rows, "N": columns, "num_warps": 8, "num_stages": 1 if wide else 2}
@@ -235,7 +235,7 @@ def statistics(LSE, DELTA, rows, T):
 def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
                 T, H, GROUP, scale, back, CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
                 N: tl.constexpr):  # fmt: skip
-    """dk and dv of N keys: loops over the queries that see them, in all the heads that read them."""
+    """Compute dk and dv of N keys: loop over the queries that see them, in all heads that read them."""
     b, kv_head, first = place(H // GROUP, T, N)
     first = (tl.cdiv(T, N) - 1) * N - first  # if causal, the first keys are seen by most queries
     k = load_tile(K + b * k_b + kv_head * k_h, first, k_t, T, D, WIDTH, N)
@@ -254,7 +254,7 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
             dout = load_tile(DOUT + b * do_b + h * do_h, start, do_t, T, D, WIDTH, M)
             lse, delta = statistics(LSE + head, DELTA + head, rows, T)
             p = tl.exp2(dot(k, tl.trans(q)) * scale - lse[None, :])
-            # Masked is the diagonal alone: keys past the last one are zeros, and their sums are not stored.
+            # Only the diagonal is masked: keys past the last one are zeros, and their sums are not stored.
             if CAUSAL:  # noqa: SIM102 - known when it is compiled, unlike the next
                 if start < first + N:
                     p = tl.where(columns <= rows[None, :], p, 0.0)
@@ -287,7 +287,7 @@ def queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale,
 def queries_kernel(Q, K, V, DOUT, LSE, DELTA, DQ, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
                    T, H, GROUP, scale, back, CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """dq of M queries: loops over the keys that they see."""
+    """Compute dq of M queries: loop over the keys that they see."""
     b, h, first = place(H, T, M)
     K, V = K + b * k_b + h // GROUP * k_h, V + b * v_b + h // GROUP * v_h
     head = (b * H + h) * T

@@ -24,7 +24,7 @@ from ....base.errors import SpecError
 from ..rungs import LOWEST, absorb, check_columns, choose, jit, launch, reduced, run, tl, triton, warps
 
 IGNORE = -100  # the target that PyTorch and Hugging Face leave out
-TILE = 8192  # columns that a program has in registers at a time
+TILE = 8192  # columns that are in a program's registers at a time
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, rung: int | None = None, inplace: bool = False) -> Tensor:
@@ -36,8 +36,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, rung: int | None = None, i
     """
     check_columns(logits)
     if targets.shape != logits.shape[:-1] or targets.dtype != torch.int64:
-        given = f"targets are {targets.dtype} {tuple(targets.shape)}"
-        raise SpecError(f"{given}; logits {tuple(logits.shape)} need torch.int64 {tuple(logits.shape[:-1])}")
+        actual = f"targets are {targets.dtype} {tuple(targets.shape)}"
+        raise SpecError(f"{actual}; logits {tuple(logits.shape)} need torch.int64 {tuple(logits.shape[:-1])}")
     if targets.device != logits.device:
         raise SpecError(f"targets are on {targets.device}, logits on {logits.device}; put them on one device")
     rung = choose(rung, logits)

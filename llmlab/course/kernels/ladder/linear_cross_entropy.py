@@ -2,7 +2,7 @@
 
     R  rows (tokens)     C  hidden size     V  vocabulary     r  rows of a chunk     b  bytes per value
 
-Memory besides hidden, weight and their gradients, and the number of matmuls of a step (2·R·C·V FLOP each):
+Memory in addition to hidden, weight and their gradients, and the number of matmuls of a step (2·R·C·V FLOP each):
 
     0  logits and their gradient in b, and four to five copies in fp32: about (2·b + 16)·R·V     3
     1  a chunk of those, (2·b + 12)·r·V: a row's loss and gradient need only that row, so forward
@@ -11,7 +11,7 @@ Memory besides hidden, weight and their gradients, and the number of matmuls of 
     3  a chunk, b·r·V, in backward (2·b + 4)·r·V: saves only logsumexp, recomputes the logits    4
     4  a chunk, b·r·V, which its gradient overwrites                                             3
 
-Rungs 1 and 4 hold the gradients from forward on: compute a loss that needs no backward under no_grad.
+Rungs 1 and 4 keep the gradients in memory from the forward pass on, so compute a loss without backward under no_grad.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean loss in nats, an fp32 scalar. hidden: (..., C), weight: (V, C), targets: (...), int64.
 
-    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. `chunk`: rows whose logits are in
-    memory at once (rungs 1, 3, 4); by default as many as take the memory of hidden, in whole tiles of a product. Raises
-    SpecError if shapes or dtypes do not fit.
+    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. The logits of `chunk` rows are in
+    memory at the same time (rungs 1, 3, 4). By default, they need about as much memory as hidden, in whole tiles of a
+    matmul. Raises SpecError if shapes or dtypes do not fit.
     """
     check_columns(hidden)
     hidden, weight = as_autocast(hidden, weight)
     if weight.dim() != 2 or not len(weight) or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype:
-        given = f"hidden {hidden.dtype} {tuple(hidden.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
-        raise SpecError(f"{given} do not fit; give one dtype, hidden (..., C) and weight (V, C)")
+        actual = f"hidden {hidden.dtype} {tuple(hidden.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
+        raise SpecError(f"{actual} do not fit; give one dtype, hidden (..., C) and weight (V, C)")
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64 or targets.device != hidden.device:
-        given = f"targets are {targets.dtype} {tuple(targets.shape)} on {targets.device}"
-        raise SpecError(f"{given}; they must be torch.int64 {tuple(hidden.shape[:-1])} on {hidden.device}")
+        actual = f"targets are {targets.dtype} {tuple(targets.shape)} on {targets.device}"
+        raise SpecError(f"{actual}; they must be torch.int64 {tuple(hidden.shape[:-1])} on {hidden.device}")
     hidden_RC, targets_R = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(1, hidden_RC.numel() // weight.shape[0] // ROWS) * ROWS if chunk is None else chunk
     check_counts(chunk=chunk)
@@ -55,7 +55,7 @@ def linear_cross_entropy(
     if rung in (1, 4):
         return Gradients.apply(hidden_RC, weight, targets_R, chunk, rung == 4, torch.is_grad_enabled())
     if rung == 3:
-        return Again.apply(hidden_RC, weight, targets_R, chunk)
+        return Recompute.apply(hidden_RC, weight, targets_R, chunk)
     whole = linear_cross_entropy0 if rung == 0 else compiled(linear_cross_entropy0)
     return whole(hidden_RC, weight, targets_R, chunk)
 
@@ -68,9 +68,9 @@ def linear_cross_entropy0(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tenso
 class Gradients(torch.autograd.Function):
     """Loss and gradients in forward. dweight is summed in weight's dtype, rounded once per chunk, as in accumulation.
 
-    GradScaler's factor arrives in backward, too late for gradients that underflow in fp16 in forward, as most of
-    softmax does after the mean's 1/R. So until then the gradients are R times as large; dweight only √R times, because
-    its sum could overflow.
+    The factor of GradScaler arrives in backward. This is too late for gradients that underflow in fp16 in forward, as
+    most of softmax does after the mean's 1/R. Until then, the gradients are therefore R times as large, and dweight
+    only √R times, because its sum could overflow.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a copy of dweight would take V·C more. Autograd refuses a second backward, which finds them changed.
+        # In place, because a copy of dweight would need V·C numbers more. Autograd then refuses a second backward.
         pairs = zip(ctx.saved_tensors, ctx.larger, strict=True)
         return *(None if d is None else d.mul_(gradient / larger) for d, larger in pairs), None, None, None, None
 
@@ -126,7 +126,7 @@ def with_triton(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) ->
     return losses.sum(), gradient_rows(logits, targets, lse, scale, logits) if graded else None
 
 
-class Again(torch.autograd.Function):
+class Recompute(torch.autograd.Function):
     """Saves hidden, weight and logsumexp, and computes each chunk of logits twice."""
 
     @staticmethod

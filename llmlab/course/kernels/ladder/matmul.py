@@ -21,8 +21,8 @@ def matmul(x: Tensor, weight: Tensor, tile: int = 32) -> Tensor:
     Raises SpecError for other shapes, and NotAvailable if Triton cannot run here.
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or x.dtype != weight.dtype:
-        given = f"{tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}"
-        raise SpecError(f"matmul was given {given}; allowed are (T, p) and (p, q) of the same dtype")
+        inputs = f"{tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}"
+        raise SpecError(f"matmul was given {inputs}; allowed are (T, p) and (p, q) of the same dtype")
     choose(0, x, weight)
     if why := missing((x, weight)):
         raise NotAvailable(f"the Triton matmul {why}; torch.matmul runs here")

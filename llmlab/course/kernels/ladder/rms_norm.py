@@ -6,7 +6,7 @@ Bytes moved by the forward pass, if nothing stays in a cache; the weight's N·b 
 
     0  7·R·N·4: square 2, mean 1, normalize 2, scale 2, in fp32; casts from half precision and back 2·(b + 4)·R·N more
     1  2·R·N·b              one kernel: reads x, writes y
-    2  2·R·N·b              the same kernel, made of rung 0 by Inductor
+    2  2·R·N·b              the same kernel, generated from rung 0 by Inductor
     3  2·R·N·b + 4·R        one program per row; 1/rms, one number per row, is for backward
     4  2·R·N·b + 4·R        backward is one kernel: 3·R·N·b, it reads x and dy and writes dx; and P partial sums of
                             dweight, 8·P·N, written and added up: no two programs write one element
@@ -31,9 +31,9 @@ PROGRAMS = 256  # the most partial sums of dweight: one per multiprocessor, and 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None = None, inplace: bool = False) -> Tensor:
     """Return x / √(mean(x²) + eps) · weight, in x's dtype, computed in fp32. x: (..., N), weight: (N,).
 
-    `inplace` (rung 4): backward writes x's gradient over the result's, which nothing else may need, such as a residual
-    branch. Raises SpecError if weight is not (N,) or eps not a number >= 0, and in rungs 3 and 4 for rows over 65,536
-    columns.
+    `inplace` (rung 4): the gradient of x overwrites the gradient of the result, so nothing else, such as a residual
+    branch, may need the latter. Raises SpecError if weight is not (N,) or eps not a number >= 0, and in rungs 3 and 4
+    for rows over 65,536 columns.
     """
     check_columns(x)
     if weight.shape != x.shape[-1:]:
@@ -85,8 +85,8 @@ class RMSNorm(torch.autograd.Function):
             dx = inverse_rms[:, None] * (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True))
             return dx.view(x.shape).to(x.dtype), (dy_fp32 * normalized).sum(0).to(weight.dtype), None, None, None
         rows, columns = x_RN.shape
-        over = ctx.inplace and dy.is_contiguous()
-        dx = dy if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        overwrite = ctx.inplace and dy.is_contiguous()
+        dx = dy if overwrite else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         partial_PN = torch.empty(min(rows, programs(x)), columns, dtype=torch.float32, device=x.device)
         block, strides = triton.next_power_of_2(columns), (dy_RN.stride(0), x_RN.stride(0))
         sizes = rows, columns, block, stages(block, x.element_size())
@@ -103,8 +103,8 @@ def programs(x: Tensor) -> int:
 def stages(block: int, itemsize: int) -> int:
     """Return the pipeline's stages in backward: with 2 a program fetches its next row while it computes this one.
 
-    One program has a multiprocessor to itself, so nothing else is fetched while its threads wait for each other's sums.
-    The rows of x and dy that wait take shared memory, of which a T4 has 64 KiB.
+    A program runs alone on its multiprocessor, so nothing else is fetched while its threads wait for each other's sums.
+    The prefetched rows of x and dy need shared memory, of which a T4 has 64 KiB.
     """
     return 2 if 2 * block * itemsize <= 64 * 1024 else 1
 

@@ -2,7 +2,7 @@
 
     B  batch    H  query heads    K  key heads    T  tokens    D  head size    n  values of q and k    b  bytes of each
 
-These pairs are how Hugging Face orders Llama's weights; the paper rotates neighbours. Bytes moved by the forward pass,
+Hugging Face orders Llama's weights in these pairs, while the paper rotates neighbours. Bytes moved by the forward pass,
 if nothing stays in a cache (cos and sin, B·T·D each, are read by each head of rungs 0 and 1, once by 3 and 4):
 
     0  negate 1, concatenate 2, two products 4, sum 3: 10·n·b     saves cos and sin
@@ -37,15 +37,15 @@ def rope(
         raise SpecError(f"q {tuple(q.shape)} and k {tuple(k.shape)} need (B, H, T, D), (B, K, T, D), even D")
     B, _, T, D = q.shape
     if cos.shape != sin.shape or cos.shape[-2:] != (T, D) or cos.shape[:-2] not in ((), (1,), (B,)):
-        given = f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)}"
-        raise SpecError(f"{given} do not fit q {tuple(q.shape)}; give ({T}, {D}), (1, {T}, {D}) or ({B}, {T}, {D})")
+        inputs = f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)}"
+        raise SpecError(f"{inputs} do not fit q {tuple(q.shape)}; give ({T}, {D}), (1, {T}, {D}) or ({B}, {T}, {D})")
     shape = (B, T, D)
     cos_BTD, sin_BTD = cos.detach().expand(shape), sin.detach().expand(shape)
     return run(choose(rung, q, k, cos, sin), rope0, rope1, Rope, q, k, cos_BTD, sin_BTD, inplace=inplace)
 
 
 def rope0(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rung 0: as Hugging Face writes it: x · cos + (−right, left) · sin."""
+    """Rung 0: x · cos + (−right, left) · sin, as in Hugging Face's code."""
 
     def turn(x_BHTD: Tensor) -> Tensor:
         left, right = x_BHTD.chunk(2, dim=-1)
@@ -56,7 +56,7 @@ def rope0(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tenso
 
 
 def rope1(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rung 1: computes each half from the two halves, so that no negated and joined copy is needed first."""
+    """Rung 1: computes each half from both halves, without a negated and joined copy."""
     (cos_left, cos_right), (sin_left, sin_right) = (t[:, None].chunk(2, dim=-1) for t in (cos_BTD, sin_BTD))
 
     def turn(x_BHTD: Tensor) -> Tensor:
@@ -97,13 +97,14 @@ class Rope(torch.autograd.Function):
 
 def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, inplace: bool) -> tuple[Tensor, Tensor]:
     """Launch one program per token; `back` rotates by the negated angle, `inplace` overwrites q and k."""
-    if inplace and q.data_ptr() == k.data_ptr():  # the gradient of q + k is one tensor for both: not to rotate twice
+    if inplace and q.data_ptr() == k.data_ptr():  # the gradients of q + k are one tensor, which must not rotate twice
         k = k.clone()
     q, k, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin))
     (B, H, T, D), K = q.shape, k.shape[1]
-    # empty_like keeps strides: a transposed q stays transposed. An expanded one cannot be written: values share memory.
-    own = [all(step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1) for t in (q, k)]
-    out_q, out_k = (t if inplace and alone else torch.empty_like(t) for t, alone in zip((q, k), own, strict=True))
+    # empty_like keeps strides, so a transposed q stays transposed. An expanded one, whose values share memory, cannot
+    # be overwritten.
+    writable = [all(step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1) for t in (q, k)]
+    out_q, out_k = (t if inplace and own else torch.empty_like(t) for t, own in zip((q, k), writable, strict=True))
     strides = [step for t in (q, k, out_q, out_k) for step in t.stride()[:3]]
     blocks = [triton.next_power_of_2(size) for size in (H, K, D // 2)]
     arguments = q, k, cos, sin, out_q, out_k, *strides, *cos.stride()[:2], *sin.stride()[:2], T, H, K, D // 2, back

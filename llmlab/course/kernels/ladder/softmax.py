@@ -37,7 +37,7 @@ from ..rungs import (
     warps,
 )
 
-TILE = 8192  # columns of a wide row that a program has in registers at a time
+TILE = 8192  # columns of a wide row that are in a program's registers at a time
 
 
 def softmax(x: Tensor, *, rung: int | None = None) -> Tensor:

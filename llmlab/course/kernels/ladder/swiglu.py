@@ -6,7 +6,7 @@ Bytes moved by the forward pass, if nothing stays in a cache, and the tensors sa
 
     0  8·n·b: sigmoid 2, multiply 3, multiply 3                                saves gate, sigmoid, silu and up: 4·n·b
     1  5·n·b: silu 2, multiply 3                                               saves gate, silu and up: 3·n·b
-    2  3·n·b: rung 0 in one kernel, as Inductor fuses such chains best         saves gate and up: 2·n·b
+    2  3·n·b: rung 0 in one kernel, because Inductor fuses such chains well    saves gate and up: 2·n·b
     3  3·n·b                                                                   saves gate and up; backward: 11 kernels
     4  3·n·b; backward 5·n·b in one kernel, which computes the sigmoid again   saves gate and up
 """
@@ -33,8 +33,8 @@ def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None, inplace: bool =
     SpecError if shapes or dtypes differ.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        given = f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}"
-        raise SpecError(f"{given}; give both one shape and one dtype")
+        inputs = f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}"
+        raise SpecError(f"{inputs}; give both one shape and one dtype")
     return run(choose(rung, gate, up), swiglu0, swiglu1, SwiGLU, gate, up, inplace=inplace)
 
 
