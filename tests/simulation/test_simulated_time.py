@@ -143,7 +143,7 @@ def test_simulated_passes_take_what_is_estimated_and_ranks_send_the_same(fields)
     assert traced.time["products"] == pytest.approx(formula.time["products"], rel=1e-6)
     assert traced.time_sources.keys() == traced.time.keys() and bool(traced.time_hidden) == (run.dp > 1)
     # FSDP2's copies are kernels of the passes here, and in the formula part of what data parallelism takes.
-    assert (traced.time.get("data", 0) < 0.95 * formula.time.get("data", 0)) == (run.zero == 3)
+    assert (traced.time.get("data", 0) < 0.95 * formula.time.get("data", 0)) == (run.zero >= 2)
     assert sum(traced.time.values()) == pytest.approx(traced.step_seconds)
     assert traced.tokens_per_second == run.global_batch * run.seq_len / traced.step_seconds
 
