@@ -1,6 +1,7 @@
 """What a script starts by itself: commands that start Python or a launcher, and libraries that start ranks."""
 
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -178,12 +179,16 @@ print(elastic_launch(LaunchConfig(2, 2, 4, rdzv_backend="c10d"), train)(["--lr",
     assert "found 8 4 None --lr 1\n{0: None}" in result.stderr and report["world_size"] == 8
 
 
-def test_accelerate_s_notebook_launcher_starts_ranks(run):
+def test_accelerate_s_notebook_launcher_starts_ranks(tmp_path):
+    """In a process of its own, because accelerate refuses one in which anything has used its states."""
     pytest.importorskip("accelerate")
-    body = """
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "start.py").write_text("""
 import runpy
 from accelerate import notebook_launcher
 notebook_launcher(lambda: runpy.run_path("train.py"), num_processes=4)
-"""
-    result, report = run(body=body)
+""")
+    words = [sys.executable, "-m", "llmlab", "run", "--json", "--gpu", "A100-80GB", "start.py"]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    report = json.loads(result.stdout)
     assert "found 4 4" in result.stderr and report["world_size"] == 4 and report["steps"] == 3
