@@ -114,11 +114,11 @@ def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
     """Fill a cache with `configs`, and with links to the other entries of the real cache and to the other presets."""
     for name, config in configs.items():
         _add(folder, name, config)
-    given = {hub_cache.entry_of(name) for name in configs}
+    replaced = {hub_cache.entry_of(name) for name in configs}
     real = hub_cache.folder()
-    cached = {path.name: path for path in real.iterdir() if path.name not in given} if real.is_dir() else {}
+    cached = {path.name: path for path in real.iterdir() if path.name not in replaced} if real.is_dir() else {}
     for path in Path(_presets().name).iterdir():
-        if path.name not in given | cached.keys():
+        if path.name not in replaced | cached.keys():
             (folder / path.name).symlink_to(path)
     for entry, path in cached.items():
         main = path / "refs" / "main"

@@ -100,10 +100,10 @@ def _spread(spec: ModelSpec, service: Service, gpu: GPU) -> Point:
     written, each of the others has its prompt read once."""
     users = service.concurrency or 1
     alone = _step_of(spec, service, gpu, users, service.prompt_len + service.output_len // 2)
-    each = alone + (users - 1) * prompt_seconds(spec, service, gpu) / service.output_len
-    first = first_token(spec, service, gpu)
-    rate = users / (first + each * (service.output_len - 1))
-    return _point(service, gpu, first, each, rate * service.output_len, rate)
+    tpot = alone + (users - 1) * prompt_seconds(spec, service, gpu) / service.output_len
+    ttft = first_token(spec, service, gpu)
+    rate = users / (ttft + tpot * (service.output_len - 1))
+    return _point(service, gpu, ttft, tpot, rate * service.output_len, rate)
 
 
 def deployments(

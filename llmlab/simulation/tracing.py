@@ -1,6 +1,6 @@
 """Derives a trace: simulating the real step at a few sizes and two depths determines the formula of every tensor.
 
-The step is simulated at four points (B, T), or at least two if T is fixed, where it must run the same operators. The
+The step is simulated at four points (B, T), or at least three if T is fixed, where it must run the same operators. The
 bytes of each request, and the numbers of each operator, at these points determine their polynomials in B and T. A step
 that has too few such points is simulated at its own sizes alone, and its trace has constants. One more simulation has
 one more group of layers. Each further group adds the difference between the same moments of both depths, and the

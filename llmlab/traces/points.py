@@ -48,7 +48,7 @@ def points(
     batch: int, tokens: int, fixed: int = 0, most: int = 2**53, least: int = 1
 ) -> list[tuple[int, int]] | None:
     """Return the (B, T) in the range of a step at which its trace is derived: four, which determine polynomials of up
-    to three monomials, two to four if T is fixed (`fixed` = 1), or the step's own if B is fixed as well (2). Return
+    to three monomials, three or four if T is fixed (`fixed` = 1), or the step's own if B is fixed as well (2). Return
     None if the range has too few. If T is not fixed, it is at most `most`, the model's number of positions, and at
     least `least`, the tokens of its images.
 
@@ -66,7 +66,7 @@ def points(
             counts.setdefault(length, []).append(sequences)
     if fixed:
         known = [(sequences, tokens) for sequences in counts.get(tokens, ())]
-        return known[:4] if len(known) >= 2 else None
+        return known[:4] if len(known) >= 3 else None  # two do not determine a + b · B and check it
     usable = list(counts)
     if len(usable) < 3 + (not where.several):
         return None

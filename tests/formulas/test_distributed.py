@@ -585,11 +585,11 @@ def test_fsdp2_copies_what_it_gathers_and_scatters():
     titan = replace(run, stack=lab.Torchtitan())
     rates = kernels("H100")
     found, other = (data_parallel(spec, each, H100, rates, 1.0, 1 / 3, ("data",), 2**20) for each in (run, titan))
-    kept = 2 * 2 * spec.vocab * spec.hidden
-    assert (found.bytes, other.bytes) == (6 * spec.parameters, 8 * spec.parameters - kept)
+    ends = 2 * 2 * spec.vocab * spec.hidden  # bytes of the embedding and the head
+    assert (found.bytes, other.bytes) == (6 * spec.parameters, 8 * spec.parameters - ends)
     shards = (4 + 2 + 2 + 2) / 8
     assert found.copied == pytest.approx((2 * (4 + shards) + 4) * spec.parameters / rates.bandwidth)
-    copied = (2 * (4 + shards) + 6) * spec.parameters - (2 + shards / 2) * kept
+    copied = (2 * (4 + shards) + 6) * spec.parameters - (2 + shards / 2) * ends
     assert other.copied == pytest.approx(copied / rates.bandwidth)
     twice = data_parallel(spec, replace(run, zero=2), H100, rates, 1.0, 1 / 3, ("data",), 2**20)
     assert twice.copied == pytest.approx((4 + shards + 4) * spec.parameters / rates.bandwidth)

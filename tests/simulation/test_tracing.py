@@ -78,10 +78,11 @@ def test_one_derivation_answers_for_other_sizes(monkeypatch):
         assert estimate.step_seconds == pytest.approx(simulation.step_seconds, rel=0.005)
 
 
-def test_sizes_like_which_there_are_no_others_have_a_trace_of_their_own(capsys):
-    """One sequence as long as the model has positions: half as many tokens are on the other side of a threshold."""
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_sizes_like_which_there_are_too_few_have_a_trace_of_their_own(sequences, capsys):
+    """Sequences as long as the model has positions: one has no size like it, and three have only two."""
     config = {"model_type": "bert", **BERT, "num_hidden_layers": 3, "max_position_embeddings": 512}
-    run = lab.Training(micro_batch=1, seq_len=512, checkpointing="full")
+    run = lab.Training(micro_batch=sequences, seq_len=512, checkpointing="full")
     estimate, simulation = (verb(config, run, "T4") for verb in (lab.estimate, lab.simulate))
     assert "derived" in [note.code for note in estimate.notes] and not capsys.readouterr().err
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.002)

@@ -59,7 +59,7 @@ def test_the_points_of_a_trace_are_on_the_same_side_of_every_known_threshold(bat
     found = points(batch, tokens, fixed)
     if found is None:
         return
-    assert len({*found}) == len(found) >= (4, 2, 1)[fixed]
+    assert len({*found}) == len(found) >= (4, 3, 1)[fixed]
     assert {range_of(*point, fixed) for point in found} == {range_of(batch, tokens, fixed)}
     for sequences, length in found:
         assert (sequences > 1) == (batch > 1) and gcd(length, 64) == gcd(tokens, 64)
