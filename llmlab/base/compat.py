@@ -232,6 +232,7 @@ NAMES: dict[str, dict[str, str]] = {
     "transformers.generation.utils": {
         "transformers.generation.utils.GenerationMixin": "_beam_search_has_unfinished_sequences _update_finished_beams"
     },
+    "transformers.initialization": {"transformers.initialization": "copy_"},
     "transformers.integrations.bitsandbytes": {
         "transformers.core_model_loading": "dot_natural_key",
         "transformers.integrations.bitsandbytes": "Bnb4bitQuantize Bnb8bitQuantize replace_with_bnb_linear",

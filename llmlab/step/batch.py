@@ -35,6 +35,8 @@ def arguments(model: Any, ids: Tensor, run: Training, images: Images | None = No
     A model that listens gets the features of as much sound as it takes, (B, mel bins, frames), with the tokens as
     labels. A classifier's labels are one for each sequence.
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
         inputs = {"input_ids": ids, "labels": ids}
         if run.num_labels:  # with one label the loss is that of a regression

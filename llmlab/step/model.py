@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.compat import check, symbol
 from ..base.errors import NotAvailable, SpecError
@@ -278,8 +278,28 @@ def materialize(model: Model, device: torch.device) -> None:
         made = {name: owner._parameters[theirs] for name, (owner, theirs) in shared.items()} | dict(module._parameters)
         module._parameters.clear()
         module._parameters.update({name: made[name] for name in own})
-    model.initialize_weights()  # buffers too: rotary frequencies
+    with _shards_initialized():
+        model.initialize_weights()  # buffers too: rotary frequencies
     model.tie_weights()
+
+
+@contextmanager
+def _shards_initialized() -> Iterator[None]:
+    """Let initializations that copy a tensor into a parameter, as those of state-space layers do, run where it is
+    sharded: each rank copies its shard."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    check("transformers.initialization")
+    from transformers import initialization
+
+    def copy(parameter: Tensor, source: Tensor) -> Tensor:
+        if isinstance(parameter, DTensor):
+            source = distribute_tensor(source, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return original(parameter, source)
+
+    original = initialization.copy_
+    with mock.patch.object(initialization, "copy_", copy):
+        yield
 
 
 def _checkpoint_blocks(model: Model, kind: str, recomputing: Around, compiled: bool) -> None:

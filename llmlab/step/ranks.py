@@ -159,11 +159,13 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
     ]  # fmt: skip
 
 
-def data_parallel(model: nn.Module, run: Training, ranks: Ranks) -> nn.Module:
-    """Return `model` in DDP, where its ranks hold the same parameters."""
+def data_parallel(model: nn.Module, run: Training, ranks: Ranks, unused: bool = False) -> nn.Module:
+    """Return `model` in DDP, where its ranks hold the same parameters. DDP must be told if a step leaves some `unused`,
+    such as a vision tower without images: it waits for the gradient of each."""
     if run.dp == 1 or is_sharded(run):
         return model
-    return nn.parallel.DistributedDataParallel(model, process_group=ranks.mesh["dp"].get_group())
+    group = ranks.mesh["dp"].get_group()
+    return nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=unused)
 
 
 @contextmanager

@@ -207,7 +207,8 @@ def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
         name = "adamw-fused" if step.masters and run.optimizer == "adamw" else run.optimizer
         step.optimizer = build_optimizer(name, stepped)
     if ranks:
-        step.model = data_parallel(step.model, run, ranks)
+        text_alone = getattr(step.model.config, "vision_config", None) and not step.images
+        step.model = data_parallel(step.model, run, ranks, unused=bool(text_alone))
     if run.precision in ("autocast-fp16", "mixed-fp16"):
         step.scaler = torch.amp.GradScaler(step.device.type)
 

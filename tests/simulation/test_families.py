@@ -1,10 +1,12 @@
 """Families of transformers that no formula describes: what is simulated is what the real class takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import llmlab as lab
-from llmlab.step.model import build_model
+from llmlab.step.model import build_model, on_meta
 
 TEXT = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
@@ -52,6 +54,19 @@ def test_a_step_on_the_cpu_takes_what_is_simulated(family):
     for phase, size in measured.phases.items():
         if (family, phase) != ("modernbert", "load"):  # its initialization draws into copies
             assert simulated.phases[phase] == pytest.approx(size, abs=128), phase
+
+
+@pytest.mark.parametrize(
+    ("family", "zero"), [("whisper", 0), ("gemma3", 0), ("qwen3_next", 3), ("nemotron_h", 2)]
+)  # fmt: skip
+def test_two_ranks_share_what_one_gpu_holds(family, zero):
+    """DDP adds its buckets, as many bytes as the gradients; FSDP2 leaves each rank half of the parameters. Without
+    images a vision tower gets no gradients."""
+    config, run = {"model_type": family, **CONFIGS[family]}, lab.Training(micro_batch=2, seq_len=32)
+    alone, ranked = (lab.simulate(config, each, "A100-80GB") for each in (run, replace(run, dp=2, zero=zero)))
+    weights = 4 * sum(parameter.numel() for parameter in on_meta(lab.model(config), run).parameters())
+    load = ranked.phases["load"]
+    assert load == pytest.approx(weights / 2 if zero else alone.phases["load"] + weights, rel=0.03)
 
 
 def test_an_embedding_that_encoder_and_decoder_share_takes_memory_once():

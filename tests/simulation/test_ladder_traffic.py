@@ -72,6 +72,20 @@ def test_inductor_makes_one_pass_of_what_it_can_fuse_into_one_loop():
     assert norm.times[0] == pytest.approx(2, abs=0.05) and norm.backward.launches == 2
 
 
+@pytest.mark.skipif(COMPILER is None, reason="Inductor needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_bytes_of_a_gpus_kernels_do_not_depend_on_this_machines_threads(threads):
+    """Backward, the compiled cross entropy reads the logits, and writes and reads the target's gradient in fp32 inside
+    of kernels that add atomically: no operator of PyTorch scatters between them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        counted = ladder._count_compiled("cross_entropy", torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+    assert counted.times[1] == pytest.approx(6, abs=0.05)
+
+
 @TRITON
 def test_a_wide_row_is_asked_for_twice_and_written_once():
     x = torch.randn(2, 70000)

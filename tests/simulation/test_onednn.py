@@ -15,7 +15,10 @@ def taken(func, *operands):
     """The bytes that the simulated CPU allocates in `func` at most, besides what it returns."""
     engine = Engine(HOST, HostMemory())
     with engine:
-        fakes = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in operands]
+        fakes = [
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) if isinstance(each, torch.Tensor) else each
+            for each in operands
+        ]
         before, at = engine.memory.allocated, len(engine.events)
         out = func(*fakes)
     now = most = before
@@ -39,6 +42,21 @@ def test_a_product_takes_what_it_takes_for_real(one_thread, dtype, rows):
         with lab.meter("cpu") as meter:
             out = func(*operands)
         assert taken(func, *operands) == meter.peak_allocated - out.nbytes
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_patches_are_unfolded_where_there_is_no_kernel_of_onednn(one_thread, enabled):
+    """slow_conv3d_forward copies each patch of a video into a column; oneDNN reads them where they are."""
+    patches = torch.ones(64, 3, 2, 16, 16, dtype=torch.bfloat16)
+    weight = torch.ones(32, 3, 2, 16, 16, dtype=torch.bfloat16)
+    operands = patches, weight, None, [2, 16, 16], [0, 0, 0], [1, 1, 1], False, [0, 0, 0], 1
+    with torch.backends.mkldnn.flags(enabled=enabled):
+        aten.convolution.default(*operands)
+        with lab.meter("cpu") as meter:
+            out = aten.convolution.default(*operands)
+        assert taken(aten.convolution.default, *operands) == meter.peak_allocated - out.nbytes
+        if not enabled:
+            assert meter.peak_allocated == patches.nbytes + out.nbytes
 
 
 def test_large_products_are_not_tried(monkeypatch):

@@ -64,6 +64,18 @@ def test_ddp_keeps_the_gradients_a_second_time_in_its_buckets():
     assert 4 * PARAMETERS <= together - alone < 4 * PARAMETERS + 20 * BLOCK
 
 
+def test_ddp_leaves_a_layer_that_no_rank_uses_without_a_gradient():
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        model = layers().cuda()
+        unused = nn.Linear(8, 8, device="cuda")
+        model.unused = unused
+        model.forward = lambda x: nn.Sequential(*[layer for layer in model if layer is not unused])(x)
+        kept = train(DistributedDataParallel(model, find_unused_parameters=True))
+        assert unused.weight.grad is None and unused.weight not in kept.state
+    assert len(kept.state) == 2 * LAYERS
+
+
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_fsdp_keeps_a_rank_its_share_of_weights_gradients_and_states(ranks):
     with lab.simulator(CARD, world_size=ranks) as sim:

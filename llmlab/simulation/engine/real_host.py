@@ -68,7 +68,7 @@ class RealHost:
         if self.assume is not None and not initializing():
             _assume(tensors, self.assume)
         if on_card and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
-            return _overwrite(func, args[0], self.assume)
+            return _overwrite(func, args, self.assume)
         return self._simulate(simulate, fake, func, args, kwargs, tensors)
 
     def _simulate(
@@ -150,8 +150,12 @@ def _is_mask(tensor: Tensor) -> bool:
         return bool(((sample == 0) | (sample == 1) | (sample <= torch.finfo(torch.float16).min)).all())
 
 
-def _overwrite(func: Any, real: Tensor, assume: float | None) -> Tensor:
-    """Fill a real tensor, to which `func` writes unknown values, with the placeholder."""
+def _overwrite(func: Any, args: tuple, assume: float | None) -> Tensor:
+    """Let `func` write to a real tensor, its first argument: values that are known, or the placeholder."""
+    real = args[0]
+    if func is torch.ops.aten.copy_.default and (value := known(args[1])) is not None:
+        with disable_current_modes():
+            return real.copy_(value)
     if assume is None and not real.is_floating_point():
         raise located(NotAvailable(
             f"{func} writes values from the simulated GPU, which has none, into a {real.dtype} tensor; say what whole "

@@ -134,9 +134,21 @@ def _follow_change(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if LOAN in vars(tensor):  # the host's own values stay what they are
             vars(tensor)[LOAN].ended = True
     changed = [tensor for tensor in changed if known(tensor) is not None]
+    if func is aten.copy_.default and not changed:
+        _learn(*args[:2])
+        return
     if changed and func not in KEEPS_VALUES and _for_real(func, args, kwargs, _tensors(args, kwargs)) is NotImplemented:
         for tensor in changed:
             forget(tensor)
+
+
+def _learn(target: Tensor, source: Tensor) -> None:
+    """Let a few whole numbers be known once they are copied from where they are known, such as DDP's map of the
+    parameters that a step has used. A view has only part of its tensor's values, and learns none."""
+    value = known(source)
+    if value is not None and target.dtype in INTEGERS and target.numel() <= SMALL and not target._is_view():
+        with disable_current_modes():
+            know(target, value.to(target.dtype).expand(target.shape).clone())
 
 
 def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
