@@ -127,16 +127,22 @@ class ShardedGPT(nn.Module):
 
         return between
 
-    def forward(self, ids_BS):
+    def embed(self, ids_BS):
         local_BS = ids_BS - self.first_id
         mine_BS = (local_BS >= 0) & (local_BS < len(self.words))
         x_BSh = F.embedding(local_BS * mine_BS, self.words) * mine_BS[..., None]
         if self.wpe is not None:
             x_BSh = x_BSh + self.wpe(torch.arange(ids_BS.shape[1], device=ids_BS.device))
-        x_BSh = self.g(x_BSh)
+        return self.g(x_BSh)
+
+    def logits(self, x_BSh):
+        return F.linear(self.f(self.ln_f(x_BSh)), self.words)
+
+    def forward(self, ids_BS):
+        x_BSh = self.embed(ids_BS)
         for block in self.h:
             x_BSh = block(x_BSh)
-        return F.linear(self.f(self.ln_f(x_BSh)), self.words)
+        return self.logits(x_BSh)
 
     def sum_norm_gradients(self, collectives):
         """With sequence parallelism, each rank has the norms' gradients of its own tokens."""
