@@ -172,10 +172,10 @@ def forward_tile(out, highest, total, q, K, V, first, start, k_t, v_t, T, scale,
     scores = dot(q, tl.trans(k))
     if EDGE:
         rows, columns = first + tl.arange(0, M)[:, None], start + tl.arange(0, N)[None, :]
-        seen = columns < T
+        visible = columns < T
         if CAUSAL:
-            seen = seen & (columns <= rows)
-        scores = tl.where(seen, scores, -float("inf"))
+            visible = visible & (columns <= rows)
+        scores = tl.where(visible, scores, -float("inf"))
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     shrink = tl.exp2(highest - higher)
     p = tl.exp2(scores * scale - higher[:, None])  # one instruction scales and subtracts
@@ -275,10 +275,10 @@ def queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale,
     p = tl.exp2(dot(q, tl.trans(k)) * scale - lse[:, None])
     if EDGE:
         columns = start + tl.arange(0, N)[None, :]
-        seen = columns < T
+        visible = columns < T
         if CAUSAL:
-            seen = seen & (columns <= rows[:, None])
-        p = tl.where(seen, p, 0.0)  # where, because a masked score may overflow
+            visible = visible & (columns <= rows[:, None])
+        p = tl.where(visible, p, 0.0)  # where, because a masked score may overflow
     ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
     return dq + dot(ds.to(k.dtype), k)
 
