@@ -228,9 +228,10 @@ def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> 
 def least_utilization(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> float | None:
     """Return the smallest gpu_memory_utilization with which `users` requests of the service's length fit; None where
     they do not even fit the whole GPU. Raises SpecError for llama.cpp, which has no such share."""
-    memory = divided_memory(spec, replace(service, gpu_memory_utilization=1.0), gpu)
-    if not isinstance(memory, Memory):
+    if service.engine == "llama.cpp":
         raise SpecError("llama.cpp has no share of the GPU's memory: it takes what it needs; ask for longest_context")
+    memory = divided_memory(spec, replace(service, gpu_memory_utilization=1.0), gpu)
+    assert isinstance(memory, Memory)
     needed = memory.budget - memory.cache + memory.per_request * ceil(users / service.dp_attention)
     return needed / memory.budget if needed <= memory.budget else None
 
