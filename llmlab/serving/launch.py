@@ -20,9 +20,9 @@ def launch_line(model: str, service: Service) -> str:
     Options: vllm/engine/arg_utils.py, sglang/srt/server_args.py, tensorrt_llm/commands/serve.py, llama.cpp's
     common/arg.cpp, read 2026-11-30; the parsers of vLLM 0.33 and SGLang 0.5.23 accept them, and TensorRT-LLM's list of
     its options has them (tests/serving/test_launch.py). Its MTP heeds max_draft_len from 1.3.0rc16 on. A checkpoint in
-    nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of weights and cache alone,
-    TensorRT-LLM's of the memory that the weights leave, so both keep their defaults. The .gguf file is taken to be in
-    the current folder, with the name that is usual for it.
+    nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of weights and cache
+    alone, TensorRT-LLM's of the memory that the weights leave, so both keep their defaults. The .gguf file is taken to
+    be in the current folder, with the name that is usual for it.
     """
     if service.draft == "eagle3":
         raise SpecError('draft="eagle3" names no checkpoint; to start a server give draft="eagle3:ORGANIZATION/NAME"')

@@ -172,14 +172,16 @@ class Service:
     def limits(self, gpu: GPU) -> tuple[int, int]:
         """Return the most requests and tokens in a step.
 
-        vLLM's server takes 1,024 and 8,192 on a GPU of 70 GiB or more that is not an A100, else 256 and 2,048
-        (vllm/engine/arg_utils.py, get_batch_defaults, read 2026-11-21), and no more requests than tokens; SGLang and
-        TensorRT-LLM are taken to do alike. llama.cpp takes its slots, and 2,048 tokens (--batch-size).
+        vLLM's server takes 1,024 and 16,384 on a GPU of 160 GiB or more, 1,024 and 8,192 on one of 70 that is no A100
+        and no GB10, else 256 and 2,048 (vllm/engine/arg_utils.py, get_batch_defaults, of 0.33), and no more requests than
+        tokens; SGLang and TensorRT-LLM are taken to have 8,192 on large GPUs and to do alike on others. llama.cpp takes
+        its slots, and 2,048 tokens (--batch-size).
         """
         if self.engine == "llama.cpp":
             return self.slots, self.max_num_batched_tokens or 2048
-        large = gpu.memory >= 70 * 2**30 and not gpu.name.startswith("A100")
+        large = gpu.memory >= 70 * 2**30 and not gpu.name.startswith(("A100", "GB10"))
         requests, tokens = (1024, 8192) if large else (256, 2048)
+        tokens *= 2 if self.engine == "vllm" and gpu.memory >= 160 * 2**30 else 1
         tokens = self.max_num_batched_tokens or tokens
         return self.max_num_seqs or min(requests, tokens), tokens
 

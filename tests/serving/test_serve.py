@@ -308,8 +308,9 @@ def test_json_has_what_the_report_has():
 
 
 def test_the_limits_of_a_step_are_those_of_the_engine_unless_given():
-    assert lab.Service().limits(H100) == (1024, 8192)
-    assert lab.Service().limits(lab.gpu("A100-80GB")) == lab.Service().limits(lab.gpu("T4")) == (256, 2048)
+    assert lab.Service().limits(H100) == lab.Service("sglang").limits(lab.gpu("B200")) == (1024, 8192)
+    assert lab.Service().limits(lab.gpu("B200")) == (1024, 16_384)
+    assert {lab.Service().limits(lab.gpu(name)) for name in ("A100-80GB", "GB10", "T4")} == {(256, 2048)}
     assert replace(lab.Service(), max_num_seqs=7, max_num_batched_tokens=99).limits(H100) == (7, 99)
     assert replace(lab.Service(), max_num_batched_tokens=99).limits(H100) == (99, 99)
 
