@@ -173,9 +173,9 @@ class Service:
         """Return the most requests and tokens in a step.
 
         vLLM's server takes 1,024 and 16,384 on a GPU of 160 GiB or more, 1,024 and 8,192 on one of 70 that is no A100
-        and no GB10, else 256 and 2,048 (vllm/engine/arg_utils.py, get_batch_defaults, of 0.33), and no more requests than
-        tokens; SGLang and TensorRT-LLM are taken to have 8,192 on large GPUs and to do alike on others. llama.cpp takes
-        its slots, and 2,048 tokens (--batch-size).
+        and no GB10, else 256 and 2,048 (vllm/engine/arg_utils.py, get_batch_defaults, of 0.33), and no more requests
+        than tokens; SGLang and TensorRT-LLM are taken to have 8,192 on large GPUs and to do alike on others. llama.cpp
+        takes its slots, and 2,048 tokens (--batch-size).
         """
         if self.engine == "llama.cpp":
             return self.slots, self.max_num_batched_tokens or 2048
