@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, get_args, get_type_hints
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import click
 
@@ -14,10 +14,14 @@ from .. import verbs
 from ..base.errors import SpecError
 from ..base.tables import Table, Tabular
 from ..base.units import show_seconds
+from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.gpu import gpus as all_gpus
 from ..serving.service import HELP, Service
 from ..specs.model import model as find_model
+
+if TYPE_CHECKING:
+    from ..serving.report import ServingReport
 
 
 def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None]) -> None:
@@ -61,7 +65,9 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
             return _room(show, model, service, name, users, as_json)
         if launch:
             from ..serving.launch import launch_line
+            from ..serving.report import possible
 
+            possible(find_model(model), service, find_gpu(name))
             show(launch_line(find_model(model).name, service))
             return 0
         if frontier:
@@ -141,7 +147,22 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
             show(f"With prefill and decode on separate GPUs, {card.name}: {gpus}, {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")
+        show(f"With one user alone:\n\n{_alone(model, service, cards)}")
     return 0 if options else 1
+
+
+def _alone(model: str, service: Service, cards: list[GPU]) -> ServingReport:
+    """Return the report of one user on the GPU with most memory, on as many as divide the model."""
+    from ..serving.sizing import DEGREES
+
+    for card in sorted(cards, key=lambda card: -card.memory):
+        for degree in reversed(DEGREES):
+            one = replace(service, tp=degree, ep=1, dp_attention=1, rate=None, concurrency=1)
+            try:
+                return verbs.serve(model, one, card)
+            except SpecError as error:
+                refused = error
+    raise refused
 
 
 def _limit(text: str) -> tuple[str, float]:

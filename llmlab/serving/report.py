@@ -179,22 +179,30 @@ def _waits_more(requests: Sequence[Served]) -> bool:
 
 def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     """Return the service with the model's longest request filled in. Raises SpecError for what cannot be."""
+    possible(spec, service, gpu)
+    needed = spec.max_positions
+    if service.engine == "llama.cpp":
+        needed = min(slot_tokens(service), needed)
+    longest = service.max_model_len or needed
+    if service.prompt_len + service.output_len > longest:
+        total = f"prompt_len={service.prompt_len} and output_len={service.output_len} are more"
+        raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")
+    return replace(service, max_model_len=longest)
+
+
+def possible(spec: ModelSpec, service: Service, gpu: GPU) -> None:
+    """Raise SpecError where no request of any length can be served so."""
     if auto_class(spec.family) == "AutoModelForMaskedLM":
         raise SpecError(f"{spec.name} fills in masked tokens and writes no text; give a model that does")
     if ConfigSizes(text_config(spec.config), spec.name).stacks()[0]:
         raise SpecError(f"{spec.name} has an encoder and a decoder, which are not predicted; give a decoder alone")
+    if (service.max_model_len or 0) > spec.max_positions:
+        given = f"max_model_len={service.max_model_len}"
+        raise SpecError(f"{given}: {spec.name} has {spec.max_positions} positions; give no more")
     if service.engine == "trtllm" and gpu.vendor != "NVIDIA":
         raise SpecError(f'engine="trtllm" runs on NVIDIA\'s GPUs, and {gpu.name} is none; give "vllm" or "sglang"')
-    llamacpp = service.engine == "llama.cpp"
-    needed = min(slot_tokens(service), spec.max_positions) if llamacpp else spec.max_positions
-    longest = service.max_model_len or needed
-    if longest > spec.max_positions:
-        raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions; give no more")
-    if service.prompt_len + service.output_len > longest:
-        total = f"prompt_len={service.prompt_len} and output_len={service.output_len} are more"
-        raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")
-    if llamacpp:
-        return replace(service, max_model_len=longest)
+    if service.engine == "llama.cpp":
+        return
     units = {"fp8": "fp8", "nvfp4": "fp4"}.get(service.weights)
     if units and gpu.peak(units) is None:
         words = f'weights="{service.weights}": {gpu.name} has no {units} units'
@@ -211,7 +219,6 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
             degrees = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
             words = f"tp={split} does not divide the {heads} heads of {spec.name}, and engines give each GPU whole ones"
             raise SpecError(f"{words}; give one of {degrees}")
-    return replace(service, max_model_len=longest)
 
 
 def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:

@@ -290,6 +290,9 @@ def test_heads_on_more_gpus_than_there_are_are_copied():
         (["--slo", "latency=2s", "--rate", "3"], 2, "is no limit"),
         (["--slo", "ttft=2s,tpot=30ms,tpot=9ms", "--rate", "3"], 2, "each once"),
         (["--gpu", "any"], 2, "--gpu any is for --slo"),
+        (["--gpu", "3xH100", "--launch"], 2, "does not divide the 32 heads"),
+        (["--gpu", "3xH100", "--users", "2"], 2, "does not divide the 32 heads"),
+        (["--gpu", "H100", "--slo", "ttft=2s,tpot=1ms", "--rate", "3", "--prompt-len", "200000"], 2, "131072 tokens"),
         ([], 2, "--gpu is missing"),
     ],
 )
@@ -297,6 +300,15 @@ def test_the_command(options, code, words):
     result = CliRunner().invoke(cli, ["serve", "meta-llama/Llama-3.1-8B", *options])
     assert result.exit_code == code
     assert words in result.output
+
+
+def test_where_nothing_meets_the_level_one_user_alone_is_shown():
+    """DeepSeek-V3 in bf16 fits on no eight H200s, and is published in fp8."""
+    words = ["serve", "deepseek-ai/DeepSeek-V3", "--gpu", "H200", "--slo", "ttft=2s,tpot=50ms", "--rate", "2"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 1 and 'it fits with weights="fp8"' in result.output
+    result = CliRunner().invoke(cli, [*words[:1], "bert-base-uncased", *words[2:]])
+    assert result.exit_code == 2 and "fills in masked tokens" in result.output
 
 
 def test_json_has_what_the_report_has():
