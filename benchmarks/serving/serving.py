@@ -15,7 +15,8 @@ ML.ENERGY leaderboard's. It is half of them, drawn by (source, model, GPU). This
 * InferenceX's runs have three shapes. Their scripts (SemiAnalysisAI/InferenceX, benchmarks/, read 2026-11-29) give the
   servers options that the rows do not have: launched.csv has the dtype of the KV cache, the tokens of a step, and the
   interval between two looks for new requests, by engine, model, GPU and users. Both lengths are drawn from 80 to 100 %
-  of the row's (random-range-ratio). All other shapes are aiconfigurator's own runs, with equal lengths and defaults.
+  of the row's (random-range-ratio). All other shapes are aiconfigurator's own runs, with equal lengths and defaults
+  (of vLLM 0.15: 8,192 tokens in a step, also where later versions take more).
 * Each user sends ten requests, the first of them all at the same moment. The times are means over all requests: those
   of the first burst wait for each other, so that a mean is above the median. The rows do not say which of the two they
   have; only the mean explains how the time to the first token of short prompts grows with the users.
@@ -57,6 +58,7 @@ from llmlab.specs.model import ModelSpec
 FILE = Path(__file__).with_suffix(".csv")
 BESIDE = FILE.with_name("aiconfigurator.csv")
 FITTED = 9
+DEFAULT_TOKENS = 8192
 WEIGHTS = {"bfloat16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "int4": "gptq", "int4_wo": "gptq",
            "nvfp4": "nvfp4", "fp4": "nvfp4", "mxfp4": "mxfp4"}  # fmt: skip
 GPUS = {"H100": "H100-80GB"}
@@ -126,7 +128,7 @@ def service_of(row: dict[str, str]) -> lab.Service | None:
     prompt, answer = int(row["isl"] or 512), round(float(row["osl"] or 1024))
     service = lab.Service(
         row["engine"], weights, cache, tp=tp, ep=ep, dp_attention=copies, prompt_len=prompt, output_len=max(1, answer),
-        concurrency=users,
+        concurrency=users, max_num_batched_tokens=DEFAULT_TOKENS if row["engine"] == "vllm" else None,
     )  # fmt: skip
     if row["source"] != "InferenceX" or (prompt, answer) not in SHAPES:
         return service

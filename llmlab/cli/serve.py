@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import click
 
@@ -14,10 +14,14 @@ from .. import verbs
 from ..base.errors import SpecError
 from ..base.tables import Table, Tabular
 from ..base.units import show_seconds
+from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.gpu import gpus as all_gpus
 from ..serving.service import HELP, Service
 from ..specs.model import model as find_model
+
+if TYPE_CHECKING:
+    from ..serving.report import ServingReport
 
 
 def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None]) -> None:
@@ -55,12 +59,15 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         if slo is not None:
             return _sized(show, model, service, name, slo, as_json)
         if name is None:
-            raise SpecError("--gpu is missing; name the GPUs of the deployment, for example --gpu 8xH200")
+            why = "--gpu is missing" if gpu is None else "--gpu any is for --slo"
+            raise SpecError(f"{why}; name the GPUs of the deployment, for example --gpu 8xH200")
         if users is not None:
             return _room(show, model, service, name, users, as_json)
         if launch:
             from ..serving.launch import launch_line
+            from ..serving.report import possible
 
+            possible(find_model(model), service, find_gpu(name))
             show(launch_line(find_model(model).name, service))
             return 0
         if frontier:
@@ -75,15 +82,16 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         show(_dump(report.to_dict()) if as_json else str(report))
         return 0 if report.outcome == "fits" else 1
 
-    for field in fields(Service):
-        serve.params.append(_option(field.name, field.default))
+    serve.params += [_option(name, hint, getattr(Service, name)) for name, hint in get_type_hints(Service).items()]
 
 
-def _option(name: str, default: Any) -> click.Option:
-    shares = ("rate", "acceptance", "gpu_memory_utilization", "range_ratio", "prefix_hit", "cpu_memory_gb_s")
-    kind: Any = str if isinstance(default, str) or name == "draft" else float if name in shares else int
+def _option(name: str, hint: Any, default: Any) -> click.Option:
+    """Return the option for a field of Service, None where it is not given; a bool has --NAME and --no-NAME."""
+    kind = next(kind for kind in (hint, *get_args(hint)) if kind in (bool, int, float, str))
+    word = name.replace("_", "-")
+    flags = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
     shown = None if name == "tp" or default is None else str(default)
-    return click.Option([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name], show_default=shown or False)
+    return click.Option([flags, name], type=kind, default=None, help=HELP[name], show_default=shown or False)
 
 
 def _gpus(text: str | None) -> tuple[str | None, int]:
@@ -120,9 +128,10 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
 
     if service.rate is None:
         raise SpecError("--slo needs --rate; give the requests per second that must be answered")
-    limits = dict(_limit(part) for part in slo.split(","))
-    if set(limits) != {"ttft", "tpot"}:
-        raise SpecError(f"--slo {slo}: give both, for example ttft=1s,tpot=30ms")
+    given = [_limit(part) for part in slo.split(",")]
+    if sorted(name for name, _ in given) != ["tpot", "ttft"]:
+        raise SpecError(f"--slo {slo}: give both, and each once, for example ttft=1s,tpot=30ms")
+    limits = dict(given)
     cards = [find_gpu(gpu)] if gpu else [card for card in map(find_gpu, all_gpus()) if engine_kernels(card).measured]
     options = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], cards)
     if as_json:
@@ -133,12 +142,27 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
         level = service.rate, limits["ttft"], limits["tpot"]
         apart = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, card)
         if apart:
-            gpus = f"{apart.prefill} GPUs for prompts and {apart.decode} for answers (tp={apart.tp})"
+            gpus = f"{apart.prefill} for prompts and {apart.decode} for answers (tp={apart.tp})"
             times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
-            show(f"With prefill and decode on separate {card.name}: {gpus}, {times}.")
+            show(f"With prefill and decode on separate GPUs, {card.name}: {gpus}, {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")
+        show(f"With one user alone:\n\n{_alone(model, service, cards)}")
     return 0 if options else 1
+
+
+def _alone(model: str, service: Service, cards: list[GPU]) -> ServingReport:
+    """Return the report of one user on the GPU with most memory, on as many as divide the model."""
+    from ..serving.sizing import DEGREES
+
+    for card in sorted(cards, key=lambda card: -card.memory):
+        for degree in reversed(DEGREES):
+            one = replace(service, tp=degree, ep=1, dp_attention=1, rate=None, concurrency=1)
+            try:
+                return verbs.serve(model, one, card)
+            except SpecError as error:
+                refused = error
+    raise refused
 
 
 def _limit(text: str) -> tuple[str, float]:

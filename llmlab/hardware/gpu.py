@@ -185,7 +185,8 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
 
 
 def assumed_memory(name: GPU | str | None) -> tuple[Note, ...]:
-    """Return a note if `name` does not determine the memory size of the GPU, as "A100" does not; else nothing.
+    """Return a note if `name` does not determine the memory size of the GPU, as "A100" does not; else nothing. A name
+    exactly as `gpus` has it does.
 
     >>> [str(note) for note in assumed_memory("v100")]
     ['v100 is taken to be V100-16GB. If yours has another memory size, give V100-32GB.']
@@ -195,6 +196,8 @@ def assumed_memory(name: GPU | str | None) -> tuple[Note, ...]:
     device, words = gpu(name), _words(name)
     if size := SIZE.fullmatch(name.strip()):
         return (_memory_note(device, size),)
+    if name == device.name:
+        return ()
     variants: dict[int, str] = {}  # by GiB, because boards with the same memory hardly differ
     for variant in _sized(words):
         if abs(variant.memory - device.memory) > MEMORY_TOLERANCE / 5 * device.memory:

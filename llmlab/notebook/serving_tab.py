@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from ..base.errors import SpecError
 from ..base.units import show_bytes, show_seconds
@@ -13,7 +13,7 @@ from ..hardware.gpu import gpu as find_gpu
 from ..serving.report import ServingReport, served
 from ..serving.service import CHOICES, HELP, Service
 from ..specs.model import model as find_model
-from .fields import model_of, whole
+from .fields import model_of, text_of, whole
 
 # The command line's option and the form's field is the number of GPUs.
 DERIVED = ("tp",)
@@ -24,39 +24,32 @@ OPTIONS = CHOICES | {"draft": ("none", "eagle3", "mtp")}
 
 
 def serving_fields() -> list[dict[str, Any]]:
-    """Return the fields of a Service as controls: a choice or a number."""
+    """Return the fields of a Service as controls: a choice, a flag or a number."""
     made = []
-    for field in fields(Service):
-        if field.name not in DERIVED:
-            default = "none" if field.default is None else str(field.default)
-            options = OPTIONS.get(field.name)
-            kind = {"kind": "choice", "options": list(options)} if options else {"kind": "number"}
-            made.append({"name": field.name, "default": default, "help": HELP[field.name], **kind})
+    for name, hint in get_type_hints(Service).items():
+        if name not in DERIVED:
+            options, number = OPTIONS.get(name), {"kind": "flag" if hint is bool else "number"}
+            kind = {"kind": "choice", "options": list(options)} if options else number
+            made.append({"name": name, "default": text_of(getattr(Service, name)), "help": HELP[name], **kind})
     return made
 
 
 def service_of(state: Mapping[str, str]) -> Service:
     """Return the service that the form's values describe."""
-    values: dict[str, Any] = {}
-    for field in fields(Service):
-        text = state.get(field.name)
-        if text is None or field.name in DERIVED:
-            continue
-        if text == "none":
-            values[field.name] = None
-        elif field.name in OPTIONS:
-            values[field.name] = text
-        elif isinstance(field.default, float) or field.name in ("rate", "acceptance"):
-            values[field.name] = _number(field.name, text)
-        else:
-            values[field.name] = whole(field.name, text)
+    hints = get_type_hints(Service).items()
+    values = {name: _value(name, state[name], hint) for name, hint in hints if name in state and name not in DERIVED}
     gpus, stages = whole("gpus", state["gpus"]), values.get("pp", 1)
     if stages < 1 or gpus % stages:
         raise SpecError(f"pp={stages}: give a number of stages that divides the {gpus} GPUs")
     return Service(**values, tp=gpus // stages)
 
 
-def _number(name: str, text: str) -> float:
+def _value(name: str, text: str, hint: Any) -> Any:
+    kinds = (hint, *get_args(hint))
+    if text == "none" or hint is bool:
+        return None if text == "none" else text == "yes"
+    if float not in kinds:
+        return whole(name, text) if int in kinds else text
     try:
         return float(text)
     except ValueError:
@@ -135,5 +128,7 @@ def _python(called: str, service: Service, card: GPU) -> str:
 
 def _command(called: str, service: Service, card: GPU) -> str:
     words = [f"llmlab serve {called} --gpu {card.name}"]
-    words += [f"--{name.replace('_', '-')} {value}" for name, value in _given(service).items()]
+    for name, value in _given(service).items():
+        word = name.replace("_", "-")
+        words.append(f"--{'' if value else 'no-'}{word}" if isinstance(value, bool) else f"--{word} {value}")
     return " ".join(words)

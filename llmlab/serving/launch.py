@@ -18,11 +18,11 @@ def launch_line(model: str, service: Service) -> str:
     """Return the shell command that starts the server of `service.engine` for `model`.
 
     Options: vllm/engine/arg_utils.py, sglang/srt/server_args.py, tensorrt_llm/commands/serve.py, llama.cpp's
-    common/arg.cpp, read 2026-11-29; the parsers of vLLM 0.33 and SGLang 0.5.23 accept them
-    (tests/serving/test_launch.py). TensorRT-LLM's MTP heeds max_draft_len from 1.3.0rc16 on. A checkpoint in nvfp4 or
-    mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of weights and cache alone,
-    TensorRT-LLM's of the memory that the weights leave, so both keep their defaults. The .gguf file is taken to be in
-    the current folder, with the name that is usual for it.
+    common/arg.cpp, read 2026-11-30; the parsers of vLLM 0.33 and SGLang 0.5.23 accept them, and TensorRT-LLM's list of
+    its options has them (tests/serving/test_launch.py). Its MTP heeds max_draft_len from 1.3.0rc16 on. A checkpoint in
+    nvfp4 or mxfp4 names its format itself. `gpu_memory_utilization` is vLLM's: SGLang's share is of weights and cache
+    alone, TensorRT-LLM's of the memory that the weights leave, so both keep their defaults. The .gguf file is taken to
+    be in the current folder, with the name that is usual for it.
     """
     if service.draft == "eagle3":
         raise SpecError('draft="eagle3" names no checkpoint; to start a server give draft="eagle3:ORGANIZATION/NAME"')
@@ -49,6 +49,7 @@ def _vllm(model: str, service: Service) -> list[str]:
             "--max-num-batched-tokens": service.max_num_batched_tokens,
             "--prefill-schedule-interval": service.prefill_interval if service.prefill_interval > 1 else None,
             "--speculative-config": json.dumps(_speculative(service)) if service.draft else None,
+            "--dtype": "float16" if service.weights == "fp16" else None,
             "--quantization": "fp8" if service.weights == "fp8" else None,
             "--kv-cache-dtype": "fp8" if service.kv == "fp8" else None,
         }),
@@ -81,6 +82,7 @@ def _sglang(model: str, service: Service) -> list[str]:
             "--chunked-prefill-size": tokens,
             "--scheduler-recv-interval": service.prefill_interval if service.prefill_interval > 1 else None,
             **(_sglang_draft(service) if service.draft else {}),
+            "--dtype": "float16" if service.weights == "fp16" else None,
             "--quantization": QUANTIZATION.get(service.weights),
             "--kv-cache-dtype": "fp8_e4m3" if service.kv == "fp8" else None,
         }),
@@ -100,7 +102,7 @@ def _sglang_draft(service: Service) -> dict[str, object]:
 
 
 def _trtllm(model: str, service: Service) -> list[str]:
-    config: dict[str, object] = {}
+    config: dict[str, object] = {"dtype": "float16"} if service.weights == "fp16" else {}
     if service.kv == "fp8":
         config["kv_cache_config"] = {"dtype": "fp8"}
     if service.prefill_interval > 1:

@@ -39,7 +39,8 @@ class Memory:
     """Bytes of one GPU: `budget` = `weights` + `outside` + `activations` + `graphs` + `cache` (below 0: does not fit).
 
     `per_token`: bytes of the cache for one more token of a long request; `per_request`: bytes of a whole request;
-    `tokens` that the cache holds in `blocks`, `requests` of the service's length.
+    `per_longest`: of one of max_model_len tokens; `tokens` that the cache holds in `blocks`, `requests` of the
+    service's length, `longest` ones (vLLM's log: "Maximum concurrency for max_model_len tokens per request").
     """
 
     budget: int
@@ -50,6 +51,7 @@ class Memory:
     cache: int
     per_token: int
     per_request: int
+    per_longest: int
 
     @property
     def blocks(self) -> int:
@@ -65,6 +67,11 @@ class Memory:
     def requests(self) -> int:
         """Requests of the service's length that the cache holds together."""
         return max(0, self.cache) // max(1, self.per_request)
+
+    @property
+    def longest(self) -> float:
+        """Requests of max_model_len tokens that the cache holds together."""
+        return max(0, self.cache) / max(1, self.per_longest)
 
     @property
     def missing(self) -> int:
@@ -93,7 +100,8 @@ def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buff
     return Memory(
         budget, weights, outside, activations, graphs, cache,
         cache_bytes(spec, service, 2**20) - cache_bytes(spec, service, 2**20 - 1),
-        cache_bytes(spec, service, -(-length // BLOCK) * BLOCK),
+        *(cache_bytes(spec, service, -(-tokens // BLOCK) * BLOCK)
+          for tokens in (length, service.max_model_len or spec.max_positions)),
     )  # fmt: skip
 
 

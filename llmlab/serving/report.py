@@ -12,6 +12,7 @@ from ..base.notes import Note
 from ..base.units import show_bytes, show_seconds
 from ..formulas.time.step import price
 from ..hardware.gpu import GPU
+from ..specs.generic import ConfigSizes, auto_class, text_config
 from ..specs.model import ModelSpec
 from .kernels import engine_kernels
 from .layers import Attention, LatentAttention, draft_of, layers_of
@@ -19,7 +20,7 @@ from .llamacpp import Buffers, buffers, slot_tokens
 from .load import Latency, goodput, prompt_seconds, simulate, summary
 from .memory import Memory, divided_memory
 from .replay import Served
-from .service import WEIGHTS, Service
+from .service import UTILIZATION, WEIGHTS, Service
 from .step import Step, step_seconds
 
 # Of 80 % of the deployments in benchmarks/results/serving.md, the measured value is between these factors of the
@@ -87,7 +88,9 @@ class ServingReport:
         if not self.latency:
             data["memory"]["missing"] = self.memory.missing
         if isinstance(self.memory, Memory):
-            data["memory"] |= {"blocks": self.memory.blocks, "cache": max(0, self.memory.cache)}
+            data["memory"] |= {
+                "blocks": self.memory.blocks, "longest": self.memory.longest, "cache": max(0, self.memory.cache),
+            }  # fmt: skip
         data["tokens_per_second_per_gpu"] = self.tokens_per_second_per_gpu
         return data
 
@@ -98,7 +101,12 @@ class ServingReport:
         if not self.latency:
             missing = show_bytes(memory.missing)
             return "\n".join([*lines, "", f"Out of memory: {missing} more are needed on each GPU.", *self._noted()])
-        lines += [f"{'cache holds':20}{memory.tokens:>12,} tokens, {memory.requests:,} requests of this length", ""]
+        requests = "one request" if memory.requests == 1 else f"{memory.requests:,} requests"
+        lines.append(f"{'cache holds':20}{memory.tokens:>12,} tokens, {requests} of this length")
+        if isinstance(memory, Memory):
+            longest = f"{memory.longest:.2f} requests of {service.max_model_len:,} tokens"
+            lines.append(f"{'':20}{memory.blocks:>12,} blocks, at most {longest} together")
+        lines.append("")
         times = self.latency
         tpot, ttft = self.intervals
         for name, value, far, (low, high) in (
@@ -171,16 +179,30 @@ def _waits_more(requests: Sequence[Served]) -> bool:
 
 def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     """Return the service with the model's longest request filled in. Raises SpecError for what cannot be."""
-    llamacpp = service.engine == "llama.cpp"
-    needed = min(slot_tokens(service), spec.max_positions) if llamacpp else spec.max_positions
+    possible(spec, service, gpu)
+    needed = spec.max_positions
+    if service.engine == "llama.cpp":
+        needed = min(slot_tokens(service), needed)
     longest = service.max_model_len or needed
-    if longest > spec.max_positions:
-        raise SpecError(f"max_model_len={longest}: {spec.name} has {spec.max_positions} positions; give no more")
     if service.prompt_len + service.output_len > longest:
         total = f"prompt_len={service.prompt_len} and output_len={service.output_len} are more"
         raise SpecError(f"{total} than the {longest} tokens that a request may have; give shorter ones")
-    if llamacpp:
-        return replace(service, max_model_len=longest)
+    return replace(service, max_model_len=longest)
+
+
+def possible(spec: ModelSpec, service: Service, gpu: GPU) -> None:
+    """Raise SpecError where no request of any length can be served so."""
+    if auto_class(spec.family) == "AutoModelForMaskedLM":
+        raise SpecError(f"{spec.name} fills in masked tokens and writes no text; give a model that does")
+    if ConfigSizes(text_config(spec.config), spec.name).stacks()[0]:
+        raise SpecError(f"{spec.name} has an encoder and a decoder, which are not predicted; give a decoder alone")
+    if (service.max_model_len or 0) > spec.max_positions:
+        given = f"max_model_len={service.max_model_len}"
+        raise SpecError(f"{given}: {spec.name} has {spec.max_positions} positions; give no more")
+    if service.engine == "trtllm" and gpu.vendor != "NVIDIA":
+        raise SpecError(f'engine="trtllm" runs on NVIDIA\'s GPUs, and {gpu.name} is none; give "vllm" or "sglang"')
+    if service.engine == "llama.cpp":
+        return
     units = {"fp8": "fp8", "nvfp4": "fp4"}.get(service.weights)
     if units and gpu.peak(units) is None:
         words = f'weights="{service.weights}": {gpu.name} has no {units} units'
@@ -197,7 +219,6 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
             degrees = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
             words = f"tp={split} does not divide the {heads} heads of {spec.name}, and engines give each GPU whole ones"
             raise SpecError(f"{words}; give one of {degrees}")
-    return replace(service, max_model_len=longest)
 
 
 def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
@@ -213,6 +234,9 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
     if service.weights == "bf16" and spec.checkpoint in WEIGHTS:
         words = f"{spec.name} is published in {spec.checkpoint}, and this is the service with weights in bf16"
         notes.append(Note("checkpoint", f'{words}; give weights="{spec.checkpoint}" to serve it as it is'))
+    if service.weights == "bf16" and gpu.peak("bf16") is None:
+        words = f"{gpu.name} has no bf16 units: engines change the weights to fp16, of the same size"
+        notes.append(Note("fp16", f'{words}; give weights="fp16"'))
     if not engine_kernels(gpu).measured:
         words = f"no kernels of {gpu.name} were measured: times are those of its data sheet"
         notes.append(Note("kernels-not-measured", f"{words}, at 80 % of its bandwidth and 60 % of its peak"))
@@ -225,23 +249,26 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
 
 
 def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
-    """Return the smallest change with which a request fits: more GPUs, then smaller weights."""
-    tries: list[tuple[dict[str, Any], str]]
-    published = [({"weights": spec.checkpoint}, f'weights="{spec.checkpoint}"')] if spec.checkpoint in WEIGHTS else []
+    """Return a change with which a request fits: the published weights, the engine's own limits, more GPUs, then
+    smaller weights."""
     if service.engine == "llama.cpp":
         most = buffers(spec, replace(service, n_gpu_layers=None), gpu)
         return f"n_gpu_layers={most.offloaded}" if most.requests else None
-    tries = published + [({"tp": count}, f"tp={count}") for count in (2, 4, 8) if count > service.tp]
+    tries: list[dict[str, Any]] = [{"weights": spec.checkpoint}] if spec.checkpoint in WEIGHTS else []
+    tries.append({"gpu_memory_utilization": max(UTILIZATION, service.gpu_memory_utilization)})
+    requests, tokens = replace(service, max_num_seqs=None, max_num_batched_tokens=None).limits(gpu)
+    tries.append({"max_num_seqs": requests, "max_num_batched_tokens": tokens})
+    tries += [{"tp": count} for count in (2, 4, 8) if count > service.tp]
     small = [kind for kind, units in (("fp8", "fp8"), ("nvfp4", "fp4"), ("awq", "bf16")) if gpu.peak(units)]
-    tries += [({"weights": kind}, f'weights="{kind}"') for kind in small if kind != service.weights]
-    tries += [({"weights": kind, "tp": 8}, f'weights="{kind}" and tp=8') for kind in small if kind != service.weights]
-    for fields, words in tries:
+    tries += [{"weights": kind} for kind in small] + [{"weights": kind, "tp": 8} for kind in small]
+    for fields in tries:
         try:
             other = checked(spec, replace(service, **fields), gpu)
         except SpecError:
             continue
         if divided_memory(spec, other, gpu).requests:
-            return words
+            return " and ".join(f'{name}="{value}"' if name == "weights" else f"{name}={value}"
+                                for name, value in fields.items())  # fmt: skip
     return None
 
 
@@ -253,6 +280,7 @@ def _prices(
     if paid is None:
         return None, None
     second = paid / 3600
-    reading = min(0.95, times.requests_per_second * prompt_seconds(spec, service, gpu))  # share of the time
+    # The share of the time; a step with a prompt is faster than one without where layers are on a slow CPU.
+    reading = min(0.95, max(0.0, times.requests_per_second * prompt_seconds(spec, service, gpu)))
     inputs = times.requests_per_second * service.prompt_len
     return second * reading / inputs * 1e6, second * (1 - reading) / times.tokens_per_second * 1e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
 
 from ..base.errors import SpecError, unknown_name
 from ..hardware.gpu import GPU
@@ -46,6 +47,8 @@ HELP = {
     "DDR4-3200 have 51, of DDR5-5600 90.",
 }  # fmt: skip
 MOST_USERS = 100_000  # whose ten requests each are replayed in about a minute
+# Of whole numbers, where it is not 1: a step has at least a block of tokens.
+LEAST = {"n_gpu_layers": 0, "max_num_batched_tokens": 16}
 UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, read 2026-11-21; 0.9 before 2026
 
 
@@ -98,15 +101,12 @@ class Service:
 
     def __post_init__(self) -> None:
         self._check_formats()
-        counts = ("tp", "pp", "draft_tokens", "ep", "dp_attention", "prefill_interval", "prompt_len", "output_len")
-        for name in counts:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SpecError(f"{name}={value!r}: give a whole number >= 1")
-        for name in ("max_model_len", "concurrency", "max_num_seqs", "max_num_batched_tokens", "n_gpu_layers"):
-            value, least = getattr(self, name), 0 if name == "n_gpu_layers" else 1
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise SpecError(f"{name}={value!r}: give a whole number >= {least}, or None")
+        for name, hint in HINTS.items():
+            value, least, optional = getattr(self, name), LEAST.get(name, 1), hint is not int
+            if int not in (hint, *get_args(hint)) or (optional and value is None):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise SpecError(f"{name}={value!r}: give a whole number >= {least}" + (", or None" if optional else ""))
         if not 1 <= self.cpu_memory_gb_s <= 10_000:
             raise SpecError(f"cpu_memory_gb_s={self.cpu_memory_gb_s!r}: give 10^9 bytes per second, 1 to 10,000")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -132,6 +132,10 @@ class Service:
         if (self.draft is None) != (self.acceptance is None):
             pair = f"draft={self.draft!r}, acceptance={self.acceptance!r}"
             raise SpecError(f"{pair}: give both, for example draft='eagle3' and acceptance=0.7, or neither")
+        requests, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if self.engine == "vllm" and requests and tokens and requests > tokens:
+            pair = f"max_num_seqs={requests} and max_num_batched_tokens={tokens}"
+            raise SpecError(f"{pair}: vLLM wants a token or more for each request of a step; raise the second")
         if self.draft and self.pp > 1:
             pair = f"draft={self.draft!r} and pp={self.pp}"
             raise SpecError(f"{pair}: engines do not combine a draft with pipeline stages; give one of them")
@@ -148,6 +152,9 @@ class Service:
                 raise SpecError("ep and dp_attention are not options of llama.cpp; leave them at 1")
             if self.pp > 1 or self.draft or self.prefill_interval > 1:
                 raise SpecError("pp, draft and prefill_interval are not predicted for llama.cpp; leave them out")
+            if self.gpu_memory_utilization != UTILIZATION:
+                given = self.gpu_memory_utilization
+                raise SpecError(f"gpu_memory_utilization={given!r}: llama.cpp takes what it needs; leave it out")
             return
         for name, allowed in (("weights", WEIGHTS), ("kv", KV)):
             if getattr(self, name) not in allowed:
@@ -165,15 +172,18 @@ class Service:
     def limits(self, gpu: GPU) -> tuple[int, int]:
         """Return the most requests and tokens in a step.
 
-        vLLM's server takes 1,024 and 8,192 on a GPU of 70 GiB or more that is not an A100, else 256 and 2,048
-        (vllm/engine/arg_utils.py, get_batch_defaults, read 2026-11-21); SGLang and TensorRT-LLM are taken to do alike.
-        llama.cpp takes its slots, and 2,048 tokens (--batch-size).
+        vLLM's server takes 1,024 and 16,384 on a GPU of 160 GiB or more, 1,024 and 8,192 on one of 70 that is no A100
+        and no GB10, else 256 and 2,048 (vllm/engine/arg_utils.py, get_batch_defaults, of 0.33), and no more requests
+        than tokens; SGLang and TensorRT-LLM are taken to have 8,192 on large GPUs and to do alike on others. llama.cpp
+        takes its slots, and 2,048 tokens (--batch-size).
         """
         if self.engine == "llama.cpp":
             return self.slots, self.max_num_batched_tokens or 2048
-        large = gpu.memory >= 70 * 2**30 and not gpu.name.startswith("A100")
+        large = gpu.memory >= 70 * 2**30 and not gpu.name.startswith(("A100", "GB10"))
         requests, tokens = (1024, 8192) if large else (256, 2048)
-        return self.max_num_seqs or requests, self.max_num_batched_tokens or tokens
+        tokens *= 2 if self.engine == "vllm" and gpu.memory >= 160 * 2**30 else 1
+        tokens = self.max_num_batched_tokens or tokens
+        return self.max_num_seqs or min(requests, tokens), tokens
 
     @property
     def prompts_first(self) -> bool:
@@ -204,3 +214,6 @@ class Service:
         if self.acceptance is None:
             return 1.0
         return sum(self.acceptance**number for number in range(self.draft_tokens + 1))
+
+
+HINTS: dict[str, Any] = get_type_hints(Service)

@@ -17,7 +17,7 @@ from . import llamacpp
 from .llamacpp import Buffers
 from .load import Latency, answer_delay, first_token, latency, prefill_seconds, prompt_seconds
 from .memory import Memory, cache_bytes, divided_memory
-from .report import checked
+from .report import checked, possible
 from .service import Service
 from .step import Step, token_seconds
 
@@ -114,25 +114,30 @@ def deployments(
     GPUs.
 
     Each GPU is tried with tensor parallelism over 1, 2, 4 and 8 of them, with as many users as the service level
-    allows, in as many copies as the rate needs; then the load of a copy is replayed.
+    allows, in as many copies as the rate needs; then the load of a copy is replayed. Raises SpecError where none of
+    these can be.
     """
     if not (rate > 0 and ttft > 0 and tpot > 0):
         raise SpecError(f"rate={rate}, ttft={ttft}, tpot={tpot}: give numbers above 0")
-    cheapest = []
+    cheapest, tried, refused = [], 0, list[SpecError]()
     for gpu in gpus:
         met = []
         for degree in DEGREES:
             try:
                 cut = replace(service, tp=degree, ep=1, dp_attention=1)
                 points = [_spread(spec, one, gpu) for one, _ in _with_users(spec, cut, gpu, USERS)]
-            except SpecError:
-                continue  # heads that so many GPUs do not divide, or units that this GPU lacks
+            except SpecError as error:  # heads that so many GPUs do not divide, or units that this GPU lacks
+                refused.append(error)
+                continue
+            tried += 1
             good = [point for point in points if point.ttft <= ttft and point.tpot <= tpot]
             if good:
                 most = max(good, key=lambda point: point.requests_per_second)
                 met.append((most, ceil(rate / most.requests_per_second)))
         replays = (_replayed(spec, gpu, *one, rate, ttft, tpot) for one in sorted(met, key=lambda one: _cost(*one)))
         cheapest += [one for one in replays if one][:1]
+    if refused and not tried:
+        raise refused[0]
     return sorted(cheapest, key=lambda one: _cost(one.point, one.copies))
 
 
@@ -217,7 +222,9 @@ def _step_of(spec: ModelSpec, service: Service, gpu: GPU, users: int, context: i
 
 
 def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> int:
-    """Return the tokens that each of `users` requests can have in the cache together, at most the model's; 0: none."""
+    """Return the tokens that each of `users` requests can have in the cache together, at most the model's; 0: none.
+    Raises SpecError for a service that cannot be."""
+    possible(spec, service, gpu)
     if service.engine == "llama.cpp":
         return llamacpp.longest_context(spec, service, gpu, users)
     room = max(0, divided_memory(spec, service, gpu).cache) * service.dp_attention // users
@@ -227,10 +234,13 @@ def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> 
 
 def least_utilization(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> float | None:
     """Return the smallest gpu_memory_utilization with which `users` requests of the service's length fit; None where
-    they do not even fit the whole GPU. Raises SpecError for llama.cpp, which has no such share."""
-    memory = divided_memory(spec, replace(service, gpu_memory_utilization=1.0), gpu)
-    if not isinstance(memory, Memory):
+    they do not even fit the whole GPU. Raises SpecError for a service that cannot be, and for llama.cpp, which has no
+    such share."""
+    possible(spec, service, gpu)
+    if service.engine == "llama.cpp":
         raise SpecError("llama.cpp has no share of the GPU's memory: it takes what it needs; ask for longest_context")
+    memory = divided_memory(spec, replace(service, gpu_memory_utilization=1.0), gpu)
+    assert isinstance(memory, Memory)
     needed = memory.budget - memory.cache + memory.per_request * ceil(users / service.dp_attention)
     return needed / memory.budget if needed <= memory.budget else None
 

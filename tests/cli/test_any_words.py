@@ -59,6 +59,7 @@ FOR_TRAINING = {field.name for field in fields(Training)} | {
 FOR_INFERENCE = {field.name for field in fields(Inference)} | {"inference"}
 TRAINING = words_of("estimate", without=FOR_INFERENCE - FOR_TRAINING)
 SERVING = words_of("estimate", without=FOR_TRAINING - FOR_INFERENCE)
+ENGINE = words_of("serve", without={"slo", "rate", "concurrency"})  # the replays of large loads take minutes
 MODELS = st.one_of(st.sampled_from([name for name in models() if model(name).has_formulas]), ODD)
 CALLS = st.one_of(
     st.tuples(st.just("estimate"), MODELS, words_of("estimate")).map(lambda call: [call[0], call[1], *call[2]]),
@@ -68,6 +69,9 @@ CALLS = st.one_of(
     SERVING.map(lambda words: ["estimate", "Qwen/Qwen2.5-0.5B", "--inference", "--json", *words]),
     st.tuples(st.sampled_from(["gpus", "models", "records"]), st.lists(ODD, max_size=2)).map(
         lambda call: [call[0], *call[1]]
+    ),
+    st.tuples(st.sampled_from(["gpt2", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"]), ENGINE).map(
+        lambda call: ["serve", call[0], *call[1]]
     ),
     words_of("records").map(lambda words: ["records", *words]),
     st.lists(ODD, max_size=3),

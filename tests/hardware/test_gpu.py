@@ -342,6 +342,7 @@ def test_a_name_that_leaves_the_memory_open_is_answered_with_what_was_taken(name
     (note,) = assumed_memory(name)
     assert note.code == "gpu-memory-assumed" and gpu(name).name == taken
     assert all(other in note for other in (taken, *others))
+    assert not assumed_memory(taken)
 
 
 @pytest.mark.parametrize("name", ["A100-40GB", "A10", "T4", "H100-NVL", "H200", "RTX-4090", "cpu", None])

@@ -2,16 +2,20 @@
 
 import json
 import shlex
+from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
+import click
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmlab as lab
+from llmlab.cli import serve
 from llmlab.cli.main import cli
+from llmlab.notebook import serving_tab
 from llmlab.notebook.calculator import answer, form
 from llmlab.notebook.plan_tab import UNCONFIRMED
 from llmlab.notebook.widget import calculator
@@ -65,6 +69,29 @@ def test_a_flag_that_is_set_off_is_said_in_the_lines_to_copy():
 def test_flags_open_as_their_field_is_by_default():
     opened = {field["name"]: field["default"] for field in FORM["training"] if field["kind"] == "flag"}
     assert opened["loss_parallel"] == "yes" and opened["sequence_parallel"] == "no"
+
+
+@dataclass(frozen=True)
+class WithFlags(lab.Service):
+    eager: bool = False
+    warm: bool = True
+
+
+@pytest.mark.parametrize(("name", "flag", "text"), [("eager", "--eager", "yes"), ("warm", "--no-warm", "no")])
+def test_a_flag_of_a_service_works_in_the_form_and_in_the_command(name, flag, text, monkeypatch):
+    for module in (serving_tab, serve):
+        monkeypatch.setattr(module, "Service", WithFlags)
+    monkeypatch.setitem(serving_tab.HELP, "eager", "")
+    monkeypatch.setitem(serving_tab.HELP, "warm", "")
+    (field,) = (field for field in serving_tab.serving_fields() if field["name"] == name)
+    assert field["kind"] == "flag" and field["default"] != text
+    state = {**FORM["defaults"], "gpu": "H100-80GB", "kind": "serving", name: text}
+    got = serving_tab.serving_answer(state)
+    assert got["cli"].split()[-1] == flag and f"{name}={text == 'yes'}" in got["python"]
+    group = click.Group()
+    serve.add_serve(group, print)
+    words = shlex.split(got["cli"])[1:]
+    assert json.loads(CliRunner().invoke(group, [*words, "--json"]).stdout) == json.loads(json.dumps(got["report"]))
 
 
 @pytest.mark.parametrize("kind", ["training", "serving"])

@@ -57,6 +57,31 @@ def test_the_engines_own_parser_accepts_every_option(engine):
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+# Options of `trtllm-serve serve` and of its file, by NVIDIA/TensorRT-LLM's tests/unittest/api_stability/references/
+# trtllm_serve_cli.yaml and tensorrt_llm/llmapi/llm_args.py, read 2026-11-30; its package may not install.
+TRTLLM = {
+    "tp_size", "pp_size", "ep_size", "cp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width",
+    "config", "extra_llm_api_options", "free_gpu_memory_fraction", "kv_cache_dtype", "enable_attention_dp",
+    "enable_chunked_prefill",
+}  # fmt: skip
+TRTLLM_FILE = {
+    "dtype", "kv_cache_config", "enable_attention_dp", "batch_wait_timeout_ms", "batch_wait_timeout_iters",
+    "batch_wait_max_tokens_ratio", "speculative_config", "scheduler_config", "cuda_graph_config", "moe_config",
+}  # fmt: skip
+TRTLLM_DRAFTS = {"MTP": {"max_draft_len"}, "Eagle3": {"max_draft_len", "speculative_model"},
+                 "Draft_Target": {"max_draft_len", "speculative_model"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_tensorrt_llm_has_every_option(fields):
+    *written, line = launch_line("a/b", lab.Service("trtllm", **fields)).split("&& ")
+    assert {word[2:] for word in shlex.split(line) if word.startswith("--")} <= TRTLLM
+    config = json.loads(shlex.split(written[0])[2]) if written else {}
+    assert set(config) <= TRTLLM_FILE and ("--extra_llm_api_options" in line) == bool(config)
+    draft = config.get("speculative_config", {"decoding_type": "MTP", "max_draft_len": 1})
+    assert set(draft) == TRTLLM_DRAFTS[draft["decoding_type"]] | {"decoding_type"}
+
+
 def test_sglang_divides_its_limits_by_the_copies_of_attention():
     """--max-running-requests and --chunked-prefill-size are of the whole server (server_args.py)."""
     service = lab.Service("sglang", tp=8, dp_attention=4, max_num_seqs=64, max_num_batched_tokens=2048)

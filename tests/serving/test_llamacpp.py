@@ -145,6 +145,13 @@ def test_layers_on_the_cpu_are_slow_by_its_bandwidth():
     assert saved == pytest.approx(fast.time["layers on the CPU"], rel=0.05)
 
 
+def test_prompts_cost_nothing_where_they_make_steps_shorter():
+    """With layers on a slow CPU, whose weights a prompt sends to the GPU once for all of its tokens."""
+    slow = lab.Service("llama.cpp", n_gpu_layers=0, cpu_memory_gb_s=1.0, concurrency=4)
+    report = lab.serve("Qwen/Qwen2.5-1.5B", slow, "RTX-PRO-6000")
+    assert report.usd_per_million_input == 0 < report.usd_per_million_output
+
+
 def test_more_slots_share_the_gpu():
     points = frontier(LLAMA, service(), lab.gpu("RTX-3090"), users=(1, 2, 4))
     assert [point.users for point in points] == [1, 2, 4]

@@ -206,12 +206,63 @@ def test_the_cheapest_deployment_meets_the_service_level():
         ({"draft": "mtp", "acceptance": 0.5}, "has no layer for it"),
         ({"draft": "gpt2", "acceptance": 0.5}, "a vocabulary of 50257"),
         ({"prefill_interval": 0}, "prefill_interval=0"),
+        ({"max_num_batched_tokens": 1}, "max_num_batched_tokens=1: give a whole number >= 16"),
+        ({"max_num_batched_tokens": 64, "max_num_seqs": 256}, "vLLM wants a token or more for each request"),
+        ({"engine": "llama.cpp", "gpu_memory_utilization": 0.5}, "llama.cpp takes what it needs"),
         ({"engine": "llama.cpp", "weights": "q4_k_m", "pp": 2}, "not predicted for llama.cpp"),
     ],
 )
 def test_what_cannot_be_served_is_refused(fields, message):
     with pytest.raises(SpecError, match=message):
         lab.serve(LLAMA, lab.Service(**fields), "H100")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("bert-base-uncased", "fills in masked tokens"), ("t5-base", "has an encoder"),
+    ("openai/whisper-small", "has an encoder"),
+])  # fmt: skip
+def test_models_that_no_decoder_writes_are_refused(name, words):
+    with pytest.raises(SpecError, match=words):
+        lab.serve(name, lab.Service(prompt_len=100, output_len=100), "H100")
+
+
+def test_an_engine_or_dtype_that_the_gpu_lacks_is_said():
+    with pytest.raises(SpecError, match="runs on NVIDIA's GPUs"):
+        lab.serve(LLAMA, lab.Service("trtllm"), "MI300X")
+    assert lab.serve(LLAMA, lab.Service("vllm"), "MI300X").outcome == "fits"
+    short = lab.Service(prompt_len=8, output_len=8)
+    wide, half = (lab.serve("gpt2", replace(short, weights=kind), "T4") for kind in ("bf16", "fp16"))
+    assert "fp16" in [note.code for note in wide.notes] and "fp16" not in [note.code for note in half.notes]
+    assert wide.memory == half.memory
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"gpu_memory_utilization": 0.1}, "gpu_memory_utilization=0.92"),
+    ({"max_num_batched_tokens": 10**7}, "max_num_seqs=1024 and max_num_batched_tokens=8192"),
+])  # fmt: skip
+def test_limits_that_leave_no_room_are_named(fields, words):
+    assert f"it fits with {words}" in lab.serve(LLAMA, lab.Service(**fields), "H100").notes
+
+
+@settings(deadline=None)
+@given(st.sampled_from(FAMILIES), st.integers(64, 30_000))
+def test_the_longest_requests_together_fill_the_cache(name, tokens):
+    """vLLM's "Maximum concurrency": of N requests at once each has max_model_len tokens, of N + 1 not."""
+    spec, service = model(name), lab.Service(weights="fp8", tp=8, max_model_len=tokens)
+    memory = divided_memory(spec, service, H100)
+    if users := int(memory.longest):
+        assert longest_context(spec, service, H100, users) >= tokens
+    assert longest_context(spec, service, H100, users + 1) < -(-tokens // 16) * 16
+
+
+@pytest.mark.parametrize(("gib", "longest", "draft", "logged"), [
+    (3.81, 20_000, None, 1.56), (2.89, 29_000, None, 0.82), (51.63, 131_072, "eagle3", 3.13),
+])  # fmt: skip
+def test_the_longest_requests_are_as_many_as_vllm_logged(gib, longest, draft, logged):
+    """"Maximum concurrency" of Llama-3.1-8B, vllm-project/vllm#10517 and #19996 (with EAGLE's layer)."""
+    service = lab.Service(max_model_len=longest, draft=draft, acceptance=0.7 if draft else None)
+    memory = replace(divided_memory(LLAMA, service, H100), cache=int(gib * 2**30))
+    assert memory.longest == pytest.approx(logged, abs=0.006)
 
 
 def test_heads_on_more_gpus_than_there_are_are_copied():
@@ -237,6 +288,11 @@ def test_heads_on_more_gpus_than_there_are_are_copied():
         (["--slo", "ttft=2s,tpot=30ms"], 2, "--slo needs --rate"),
         (["--slo", "ttft=2s", "--rate", "3"], 2, "give both"),
         (["--slo", "latency=2s", "--rate", "3"], 2, "is no limit"),
+        (["--slo", "ttft=2s,tpot=30ms,tpot=9ms", "--rate", "3"], 2, "each once"),
+        (["--gpu", "any"], 2, "--gpu any is for --slo"),
+        (["--gpu", "3xH100", "--launch"], 2, "does not divide the 32 heads"),
+        (["--gpu", "3xH100", "--users", "2"], 2, "does not divide the 32 heads"),
+        (["--gpu", "H100", "--slo", "ttft=2s,tpot=1ms", "--rate", "3", "--prompt-len", "200000"], 2, "131072 tokens"),
         ([], 2, "--gpu is missing"),
     ],
 )
@@ -244,6 +300,15 @@ def test_the_command(options, code, words):
     result = CliRunner().invoke(cli, ["serve", "meta-llama/Llama-3.1-8B", *options])
     assert result.exit_code == code
     assert words in result.output
+
+
+def test_where_nothing_meets_the_level_one_user_alone_is_shown():
+    """DeepSeek-V3 in bf16 fits on no eight H200s, and is published in fp8."""
+    words = ["serve", "deepseek-ai/DeepSeek-V3", "--gpu", "H200", "--slo", "ttft=2s,tpot=50ms", "--rate", "2"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 1 and 'it fits with weights="fp8"' in result.output
+    result = CliRunner().invoke(cli, [*words[:1], "bert-base-uncased", *words[2:]])
+    assert result.exit_code == 2 and "fills in masked tokens" in result.output
 
 
 def test_json_has_what_the_report_has():
@@ -255,9 +320,11 @@ def test_json_has_what_the_report_has():
 
 
 def test_the_limits_of_a_step_are_those_of_the_engine_unless_given():
-    assert lab.Service().limits(H100) == (1024, 8192)
-    assert lab.Service().limits(lab.gpu("A100-80GB")) == lab.Service().limits(lab.gpu("T4")) == (256, 2048)
+    assert lab.Service().limits(H100) == lab.Service("sglang").limits(lab.gpu("B200")) == (1024, 8192)
+    assert lab.Service().limits(lab.gpu("B200")) == (1024, 16_384)
+    assert {lab.Service().limits(lab.gpu(name)) for name in ("A100-80GB", "GB10", "T4")} == {(256, 2048)}
     assert replace(lab.Service(), max_num_seqs=7, max_num_batched_tokens=99).limits(H100) == (7, 99)
+    assert replace(lab.Service(), max_num_batched_tokens=99).limits(H100) == (99, 99)
 
 
 DRAFTED = lab.Service(draft="eagle3", acceptance=0.7, draft_tokens=4, concurrency=1)
