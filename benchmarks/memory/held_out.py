@@ -44,8 +44,8 @@ EXPLAINED = (
     "model, which its own allocated bytes reveal. We knew the rows when we decided how many draws to show."
 )
 FAIRNESS = (
-    "We wrote llmlab's formulas, its simulator and its model of threads without these rows, predicted them, and compared "
-    "them afterwards. We changed nothing to meet them. "
+    "We wrote llmlab's formulas, its simulator and its model of threads without these rows, predicted them, and "
+    "compared them afterwards. We changed nothing to meet them. "
     f"fitcheck's constants were fitted to {FITTED}, and to no row of the other session."
 )
 

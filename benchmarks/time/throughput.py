@@ -172,7 +172,8 @@ def text(found: Pairs) -> Iterator[str]:
     answers = {name: {row.id: ask(row) for row, _ in found} for name, ask in PEERS.items()}
     written = list(rounds([row for row, _ in found]))
     first = [each for _, pairs in written for each in pairs]
-    yield from titled_table("Rows never seen when predicted", TOOLS, list(tools(first, answers | {FITTED: fitted(first)})))
+    lines = list(tools(first, answers | {FITTED: fitted(first)}))
+    yield from titled_table("Rows never seen when predicted", TOOLS, lines)
     yield doubts([each for each in first if each[1].rate])
     groups = {group: [each for each in found if each[0].group == group] for group in GROUPS} | {NEVER_SEEN: first}
     lines = []

@@ -16,8 +16,9 @@ pipeline was rewritten.
 
 The jobs ran on two kinds of nodes: `ar_in` is below 436 GB/s on one and above 450 on the other. On the first kind, a
 layer of a micro-batch never took less than about 9, 14, 20 and 45 ms with TP of 2, 4, 8 and 16, whether the model has
-1B or 80B parameters. On the second, 4.5 ms is enough up to TP 8. Something on the first kind, probably the host, is
-slow in proportion to TP. We saw this after the comparison, and do not know its cause (`host_seconds`).
+1B or 80B parameters. On the second, 4.5 ms is enough up to TP 8. The first kind is as slow as if each rank stalled for
+2.4 ms per layer at another moment, and the other ranks of its TP group had to wait. We saw this after the comparison,
+and do not know its cause (`host_seconds`).
 """
 
 from __future__ import annotations
