@@ -114,7 +114,7 @@ def timed(speeds: list[tuple[float, float]]) -> Picture:
 def sweep() -> Picture:
     """Draw the Playbook's map of all configurations that ran, speed against memory, and beside it the estimated one."""
     done = [job for job in jobs(SWEEP) if job.ran and job.report]
-    colors = dict(zip(CLASSES, (PALETTE[0], PALETTE[5], PALETTE[1], PALETTE[7], PALETTE[7]), strict=True))
+    colors = dict(zip(CLASSES, (PALETTE[0], PALETTE[5], PALETTE[1], PALETTE[7], PALETTE[3]), strict=True))
     with styled():
         picture = Picture(figsize=(7.0, 4.0), layout="constrained")
         both = picture.subplots(1, 2, sharex=True, sharey=True)

@@ -39,13 +39,13 @@ VERDICTS_HEADER = ["", "measured", "lab.simulate", "lab.estimate"]
 DRAWN = "The same steps, loaded by threads"
 DRAWN_HEADER = ["", "lab.simulate"]
 OUT_OF_MEMORY = "out of memory"
-TOLD = (
-    "Told afterwards. Below each row is simulated as its session loaded, which its own allocated bytes told; that the "
-    "median of so many draws is shown was decided with the rows in view. Nothing of it is a prediction."
+EXPLAINED = (
+    "Explained afterwards, so no predictions: in the tables below, each row is simulated as its session loaded the "
+    "model, which its own allocated bytes reveal. We knew the rows when we decided how many draws to show."
 )
 FAIRNESS = (
-    "None of these rows was in view while llmlab's formulas, its simulator and its model of threads were written: they "
-    "were predicted first, then brought in, and nothing was changed to meet them. "
+    "We wrote llmlab's formulas, its simulator and its model of threads without these rows, predicted them, and "
+    "compared them afterwards. We changed nothing to meet them. "
     f"fitcheck's constants were fitted to {FITTED}, and to no row of the other session."
 )
 
@@ -104,7 +104,7 @@ def by_tool(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             tool.name, tool.truth.replace("_", " "), str(len(errors)), *median_and_worst(errors),
             *("–" if (m := medians[session]) is None else f"{m:.2%}" for session in sessions),
         ])  # fmt: skip
-    header = ["tool", "held to", "rows", "median |error|", "worst error", *(f"median, {one}" for one in sessions)]
+    header = ["tool", "compared with", "rows", "median |error|", "worst error", *(f"median, {one}" for one in sessions)]
     return header, body
 
 
@@ -192,10 +192,10 @@ def notes(found: list[Line], refused: list[Line], rows: list[dict[str, Any]]) ->
         right = sum(line.simulated.outcome == OUT_OF_MEMORY for line in refused)
         ran = [line.simulated.outcome == "fits" for line in found for _ in line.rows]
         said.append(
-            f"Of the {len(refused)} steps that ran out of memory {right} are simulated to, and of the {len(ran)} that "
-            f"ran {sum(ran)} are simulated to fit. lab.estimate adds up tensors and leaves room for what the allocator "
-            f"holds beside them: of those that ran out it says so of {estimated(refused, OUT_OF_MEMORY)}, of those "
-            f"that ran it calls {estimated(found, 'fits')} fitting, and of the others it says that it cannot tell."
+            f"lab.simulate recognizes {right} of the {len(refused)} steps that ran out of memory, and {sum(ran)} of "
+            f"the {len(ran)} that ran. lab.estimate adds up tensors and leaves room for the rest of the allocator's "
+            f"memory. It recognizes {estimated(refused, OUT_OF_MEMORY)} of the steps that ran out and "
+            f"{estimated(found, 'fits')} of those that ran, and cannot decide about the others."
         )
     return said
 
@@ -212,7 +212,7 @@ def to_markdown(rows: list[dict[str, Any]], found: list[Line], refused: list[Lin
         (configurations.TITLE, EACH_HEADER, each(rows)),
         (VERDICTS, VERDICTS_HEADER, verdicts(refused)),
     ]
-    told = [
+    explained = [
         (loading.SESSIONS, loading.SESSIONS_HEADER, loading.sessions(reports)),
         (loading.HELD, loading.HELD_HEADER, loading.held(reports)),
         (peers.LOADS, peers.LOADS_HEADER, peers.loads(rows)),
@@ -222,7 +222,7 @@ def to_markdown(rows: list[dict[str, Any]], found: list[Line], refused: list[Lin
     sources = dict.fromkeys(row.citation for line in found for row in line.rows)
     said = [*notes(found, refused, rows), FAIRNESS, *(f"Source: {source}" for source in sources)]
     text = [*chain.from_iterable(titled_table(*table) for table in predictions), *(f"- {note}" for note in said)]
-    text += ["", TOLD, "", *chain.from_iterable(titled_table(*table) for table in told)]
+    text += ["", EXPLAINED, "", *chain.from_iterable(titled_table(*table) for table in explained)]
     text += [f"- {note}" for note in (*loading.notes(reports), *peers.floors(rows))]
     return "\n".join([*text, "", made])
 

@@ -27,7 +27,7 @@ DRAWS = 25
 NEAR = MiB  # the older rows are published in whole MiB
 PHASE_BAR = 0.01
 
-SESSIONS = "Told by allocated bytes: how each session loaded its NF4 bases"
+SESSIONS = "How each session loaded its NF4 bases, as the allocated bytes reveal"
 SESSIONS_HEADER = ["session", "rows", "peak as loaded in order, to 1 MiB", "peak as in one of the draws, to 1 MiB",
                    "so loaded"]  # fmt: skip
 HELD = f"MiB allocated when an NF4 model was loaded: measured, and simulated in order and in {DRAWS} draws of threads"

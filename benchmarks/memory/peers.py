@@ -224,7 +224,7 @@ def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
         if tool["rows"]:
             figures = [f"{tool['median_abs_error']:.1%}", f"{tool['worst_error']:+.1%}", f"{tool['too_low']}"]
         summary[_asked_for_the_run(tool)].append([*what, tool["held_to"].replace("_", " "), rows, *figures])
-    header = ["tool", "version", "asked for", "held to", "rows", "median |error|", "worst error", "rows too low"]
+    header = ["tool", "version", "asked for", "compared with", "rows", "median |error|", "worst error", "rows too low"]
     groups = []
     for key in GROUPS:
         for value in tools[0]["by"][key]:
@@ -237,7 +237,7 @@ def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
     title = f"Predicted against measured, {total} fine-tuning steps on a {results['gpu']}"
     found = [
         (title, header, summary[True]),
-        ("Tools that answer another question, held to the same steps", header, summary[False]),
+        ("Tools that answer another question, compared with the same steps", header, summary[False]),
         (
             "Median |error| by model, attention and quantization",
             ["", *(tool["name"] for tool in tools if _asked_for_the_run(tool))],

@@ -206,7 +206,7 @@ def alternatives(told: bool = True) -> dict[tuple[Any, ...], list[Row]]:
 
 def choices(told: bool = True) -> Iterator[str]:
     """Return the table of first choices: predicted rates put the rows in order, measured ones say what it cost."""
-    lines, near, known = [], 0, 0
+    lines, near, known, luck = [], 0, 0, 0.0
     for (citation, label, card, many, length, how), of in alternatives(told).items():
         predicted = {row.id: predict(row).rate for row in of}
         best = max(of, key=lambda row: row.measured)
@@ -218,11 +218,13 @@ def choices(told: bool = True) -> Iterator[str]:
         chosen = min((row for row in asked if predicted[row.id] == top), key=lambda row: row.measured)
         slower = best.measured / chosen.measured
         known, near = known + 1, near + (slower <= NEAR)
+        luck += sum(best.measured / row.measured <= NEAR for row in of) / len(of)
         what = f"{label}{f', {how}' if how in ('lora', 'qlora') else ''}, {many} × {card}, {length:,} tokens"
         what += f" ({citation.split(',')[0]})"
         miss = "" if slower <= NEAR else "MISSED"
         lines.append([what, str(len(of)), chosen.id, best.id, f"{slower - 1:.1%}", miss])
-    title = f"First choice within {NEAR - 1:.0%} of the fastest measured: {near} of {known} ({near / known:.0%})"
+    title = f"First choice within {NEAR - 1:.0%} of the fastest measured: {near} of {known} ({near / known:.0%}; "
+    title += f"{luck / known:.0%} if chosen at random)"
     if not told:
         title = "Between methods, which a plan varies only where allow= lists them, "
         title += f"the fastest within {NEAR - 1:.0%}: {near} of {known}"

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from datetime import date
 from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from unittest.mock import patch
 
 import click
 
 import llmlab as lab
 from benchmarks.provenance import folded, provenance, titled_table, write
-from benchmarks.time.throughput_peers import PEERS
+from benchmarks.time.throughput_peers import PEERS, rule
 from benchmarks.time.throughput_rows import UNSEEN, Row, rows
 from llmlab.archive import held_out, records
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
@@ -45,6 +45,7 @@ NEVER_SEEN = "never seen when predicted"
 SINGLE = ("H200", "H100", "A100")  # all their kinds, beside the T4, whose steps are the archive's
 WORST, MEDIAN, SINGLE_BAR, TRANSFER_BAR, HELD = 0.3, 0.1, 0.1, 0.15, 0.8
 STRICT = 14  # since this round a row has at most one detail assumed, and its step does nothing but train
+FITTED = "6ND at the median share of each GPU, found afterwards"
 REFUSED = (NotAvailable, SpecError, UnknownName)
 
 
@@ -171,7 +172,9 @@ def text(found: Pairs) -> Iterator[str]:
     answers = {name: {row.id: ask(row) for row, _ in found} for name, ask in PEERS.items()}
     written = list(rounds([row for row, _ in found]))
     first = [each for _, pairs in written for each in pairs]
-    yield from titled_table("Rows never seen when predicted", TOOLS, list(tools(first, answers)))
+    lines = list(tools(first, answers | {FITTED: fitted(first)}))
+    yield from titled_table("Rows never seen when predicted", TOOLS, lines)
+    yield doubts([each for each in first if each[1].rate])
     groups = {group: [each for each in found if each[0].group == group] for group in GROUPS} | {NEVER_SEEN: first}
     lines = []
     certain = [(row, one) for row, one in first if not row.assumed]
@@ -206,6 +209,27 @@ def text(found: Pairs) -> Iterator[str]:
     lines = [f"- {text}: {', '.join(ids)}" for text, ids in assumed.items() if text]
     yield from folded("Assumed, where a source does not say it, or differs", lines)
     yield provenance("llmlab", "llm-analysis")
+
+
+def fitted(pairs: Pairs) -> dict[str, float | None]:
+    """Return the tokens/s per GPU of 6ND at the share of the peak that each GPU reached at the median of these rows."""
+    rates = {row.id: rule(row) for row, _ in pairs}
+    reached: dict[str, list[float]] = {}
+    for row, _ in pairs:
+        if rate := rates[row.id]:
+            reached.setdefault(row.card, []).append(row.measured / rate)
+    return {row.id: rate and rate * median(reached[row.card]) for row, _ in pairs for rate in [rates[row.id]]}
+
+
+def doubts(pairs: Pairs) -> str:
+    """Return how wide the intervals are, and the errors if each source counts once, however many rows it has."""
+    width = median(it.high / it.low for _, it in pairs if it.high and it.low)
+    sources = [errors([each for each in pairs if each[0].source == one]) for one in {row.source for row, _ in pairs}]
+    error, inside = median(one.median for one in sources), fmean(one.inside or 0 for one in sources)
+    return (
+        f"At the median, the upper end of llmlab's interval is {width:.2f} times the lower end. If each of the "
+        f"{len(sources)} sources counts once, the median error is {error:.1%}, and {inside:.0%} are inside.\n"
+    )
 
 
 def tools(pairs: Pairs, answers: Answers) -> Iterator[list[str]]:

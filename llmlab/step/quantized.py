@@ -83,6 +83,7 @@ def quantize_linears(
         _warm_up(sum(each.numel() * bits.get(name, each.element_size()) for name, each in stored.items()), device)
     convert = (integration.Bnb4bitQuantize if quantization == "nf4" else integration.Bnb8bitQuantize)(None).convert
     _load(model, linears, stored, convert, compute, device, load_order)
+    model.tie_weights()  # a tied head has the embedding that was loaded, and takes no memory
     for linear in linears.values():
         if linear.bias is not None:
             nn.init.zeros_(linear.bias)

@@ -300,8 +300,8 @@ def test_a_step_that_ran_out_of_memory_shows_what_was_asked_for_beside_what_is_s
     assert name == "m, nf4, sdpa, 2 × 512"
     assert cells == ["backward, 1.20 GiB on top of 11.80 GiB", "backward, 1.16 GiB on top of 11.90 GiB", "fits"]
     assert held_out.by_threads(line) == "out of memory in 1 of 2 draws"
-    assert "Of the 1 steps that ran out of memory 1 are simulated to" in said
-    assert "of those that ran out it says so of 0" in said
+    assert "lab.simulate recognizes 1 of the 1 steps that ran out of memory" in said
+    assert "It recognizes 0 of the steps that ran out" in said
 
 
 def test_the_rows_that_miss_the_reserved_bar_are_the_kind_that_the_book_says(results):

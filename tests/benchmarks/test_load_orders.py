@@ -48,6 +48,16 @@ def test_generation_has_its_phases_too():
     assert tuple(requests.in_order(one_at_a_time(requests.sizes))) == peaks(lab.simulate(LLAMA, run, "A10G"))
 
 
+def test_a_tied_head_takes_no_memory_when_a_quantized_model_is_loaded():
+    vocabulary = 90_000
+    tied = {**LLAMA, "vocab_size": vocabulary, "tie_word_embeddings": True}
+    requests = requests_of(tied, lab.Inference(batch=1, prompt_len=16, new_tokens=3, weights="nf4"), "A10G")
+    embedding = 2 * vocabulary * LLAMA["hidden_size"]
+    parts = (requests.before, *requests.read.values(), *requests.taken.values(), requests.after)
+    sizes = [value[1] for part in parts for what, value in part if what == "malloc"]
+    assert sum(embedding <= size < embedding + 512 for size in sizes) == 1
+
+
 def test_a_step_that_does_not_fit_has_no_peaks_and_all_its_requests():
     """The requests come from a card with room for them, so that another order may still be found to fit."""
     requests = requests_of(LLAMA, RUN, "T4")
