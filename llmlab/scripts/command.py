@@ -44,6 +44,11 @@ COMMANDS = {
     "axolotl": "axolotl", "fabric": "lightning", "litgpt": "litgpt", "llamafactory-cli": "llamafactory",
     "lmf": "llamafactory", "swift": "swift", "trl": "trl", "tune": "torchtune",
 }  # fmt: skip
+# Commands that start scripts in another process or on another machine, and that may be Python code themselves.
+ELSEWHERE = (
+    "colossalai", "horovodrun", "ipython", "jupyter", "kubectl", "modal", "mpiexec", "mpirun", "msrun", "papermill", "ray",
+    "sbatch", "sky", "srun", "torchx",
+)  # fmt: skip
 GPUS_ASSUMED = "gpus-assumed"
 NO_AFFINITY = Note("no-cpu-affinity", "--enable_cpu_affinity was not carried out: it does not change the GPU's memory.")
 
@@ -104,6 +109,10 @@ def command(words: Sequence[str]) -> Command:
         return _accelerate(words[2:])
     if name == "deepspeed":
         return _deepspeed(words[1:])
+    if name in ELSEWHERE and not os.path.isfile(words[0]):
+        raise _elsewhere(name, words[1:])
+    if words[0] == "-c":
+        raise SpecError("python -c starts no script; put the code into a file")
     if words[0] == "-m":
         if len(words) < 2:
             raise SpecError("-m needs the name of a module, for example: llmlab run --gpu T4 -m package.train")
@@ -113,6 +122,14 @@ def command(words: Sequence[str]) -> Command:
             _need(package)
         return Command(words[1], tuple(words[2:]), module=True)
     return _script(words[0], words[1:])
+
+
+def _elsewhere(name: str, words: Sequence[str]) -> SpecError:
+    """Return the error for a command whose options are not read, with the script or the launcher that it starts."""
+    starts = (place for place, word in enumerate(words) if Path(word).name in LAUNCHERS or word.endswith(".py"))
+    started = f" ({' '.join(words[start:])})" if (start := next(starts, None)) is not None else ""
+    return SpecError(f"{name}: its options are not read, and the processes that it starts are not simulated. Give the "
+                     f"script that it starts{started}, and its ranks by --world-size, or --nodes and --gpus-per-node")
 
 
 def _script(target: str, arguments: Sequence[str], **launched: object) -> Command:

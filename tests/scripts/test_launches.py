@@ -88,6 +88,13 @@ def test_other_processes_stay_processes(run):
     assert report["steps"] == 3 and "found 1" in result.stderr
 
 
+def test_a_launcher_behind_other_commands_of_a_shell_is_refused(run):
+    """As colossalai's launcher and others start torchrun."""
+    line = "cd . && export A=1; torchrun --nproc_per_node 2 train.py"
+    result, _ = run(body=f"import subprocess\nsubprocess.run({line!r}, shell=True)\n")
+    assert result.exit_code == 2 and "starts `torchrun --nproc_per_node 2 train.py` by a shell" in result.stderr
+
+
 def test_ranks_that_contradict_world_size_are_refused(run):
     result, _ = run("--world-size", "8", body=HEAD + STARTS["torch.distributed.run"])
     assert result.exit_code == 2 and "--world-size gave 8 ranks" in result.stderr
