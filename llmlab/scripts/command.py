@@ -46,8 +46,8 @@ COMMANDS = {
 }  # fmt: skip
 # Commands that start scripts in another process or on another machine, and that may be Python code themselves.
 ELSEWHERE = (
-    "colossalai", "horovodrun", "ipython", "jupyter", "kubectl", "modal", "mpiexec", "mpirun", "msrun", "papermill", "ray",
-    "sbatch", "sky", "srun", "torchx",
+    "colossalai", "horovodrun", "ipython", "jupyter", "kubectl", "modal", "mpiexec", "mpirun", "msrun", "papermill",
+    "ray", "sbatch", "sky", "srun", "torchx",
 )  # fmt: skip
 GPUS_ASSUMED = "gpus-assumed"
 NO_AFFINITY = Note("no-cpu-affinity", "--enable_cpu_affinity was not carried out: it does not change the GPU's memory.")

@@ -366,7 +366,7 @@ def test_a_gpu_that_is_named_by_its_memory_has_the_least_of_its_size(size):
 def test_gibibytes_are_exactly_what_a_program_sees():
     assert gpu("44.5GiB").memory == int(44.5 * GiB) and gpu("7 GB").memory == int(0.9 * 7 * GiB)
     with pytest.raises(UnknownName, match="24GB"):
-        gpu("M3 Max")
+        gpu("GTX 970")
 
 
 def test_on_a_gpu_without_bf16_units_a_matmul_takes_longer_by_the_peaks():

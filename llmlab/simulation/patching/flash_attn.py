@@ -114,7 +114,8 @@ def _functions(capability: Capability) -> tuple[Callable[..., Tensor], Callable[
 
     def flash_attn_func(
         q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+        deterministic: bool = False,
     ) -> Tensor:  # fmt: skip
         D = q.shape[-1]
         scale = D**-0.5 if softmax_scale is None else softmax_scale
