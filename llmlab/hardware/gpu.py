@@ -162,8 +162,8 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
     "a100" is the A100-80GB and "v100" the V100-16GB; without a form factor, a data-centre GPU is the SXM board. A `GPU`
     is returned unchanged. "48GB" means any GPU with that advertised memory, and has the least that such a GPU shows to
     a program; "44.5GiB" has exactly that much. Times on both are unknown. Any other name that is not in the table
-    raises UnknownName (a LookupError), because the figures of a similar GPU would be wrong. Accelerators without CUDA or
-    ROCm, such as Apple's and Intel's GPUs, raise NotAvailable.
+    raises UnknownName (a LookupError), because the figures of a similar GPU would be wrong. Accelerators without CUDA
+    or ROCm, such as Apple's and Intel's GPUs, raise NotAvailable.
 
     `power` is a limit in W below the GPU's own, but at least half of it. It lowers the clocks, and so the peaks. Raises
     NotAvailable for a GPU whose own limit is unknown.
