@@ -201,7 +201,7 @@ def _count(option: str, args: Namespace) -> int:
 
 
 def _torchrun(module: str, words: Sequence[str]) -> Command:
-    launcher = import_module(module)
+    launcher = _imported(module)
     parse = launcher.get_args_parser().parse_args if module == "torch.distributed.run" else launcher.parse_args
     return torchrun(_parsed("torchrun", parse, words))
 
@@ -221,7 +221,7 @@ def _other_rank(option: str, rank: int | str | None) -> tuple[Note, ...]:
 
 def _accelerate(words: Sequence[str]) -> Command:
     _need("accelerate")
-    launch = import_module("accelerate.commands.launch")
+    launch = _imported("accelerate.commands.launch")
     args = _parsed("accelerate launch", launch.launch_command_parser().parse_args, words)
     return accelerate(args, " ".join(["accelerate launch", *words]))
 
@@ -294,8 +294,8 @@ def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Co
 def _deepspeed(words: Sequence[str]) -> Command:
     _need("deepspeed")
     with mock.patch.dict(os.environ, {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}):  # else it warns
+        runner = _imported("deepspeed.launcher.runner")
         check("deepspeed.launcher.runner")
-    runner = import_module("deepspeed.launcher.runner")
     args = _parsed("deepspeed", runner.parse_args, words)
     if args.autotuning:
         raise SpecError(f"deepspeed --autotuning {args.autotuning} starts many runs; give the one to simulate")
@@ -316,6 +316,14 @@ def _deepspeed(words: Sequence[str]) -> Command:
     nodes, per_node = nodes or 1, per_node or 1
     started = _launched("deepspeed", args, nodes, per_node, _alone() if nodes == per_node == 1 else {})
     return replace(started, notes=(*assumed, *_other_rank("--node_rank", args.node_rank)))
+
+
+def _imported(launcher: str) -> ModuleType:
+    """Return a launcher's module. Raises NotAvailable if its library is installed, but cannot be imported."""
+    try:
+        return import_module(launcher)
+    except ImportError as error:
+        raise NotAvailable(f"{launcher} cannot be imported: {error}; repair its installation") from error
 
 
 def _need(library: str) -> None:
