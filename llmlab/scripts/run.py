@@ -125,7 +125,8 @@ def _refusal(error: BaseException) -> NotAvailable | None:
     for cause in chain(error):
         if isinstance(cause, NotAvailable):
             return cause if ", line " in str(cause) else NotAvailable(f"{cause}{script_line(cause)}")
-        if isinstance(cause, TypeError) and Unknown.__name__ in str(cause):  # torch's error about a size
+        of_torch = isinstance(cause, TypeError) and Unknown.__name__ in str(cause)  # about a size
+        if of_torch or f"{Unknown.__module__}.{Unknown.__name__}" in str(cause):
             line = traceback.extract_tb(cause.__traceback__)[-1]
             return NotAvailable(f"{cause}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
     return refused(error)
