@@ -37,6 +37,16 @@ MEMORY_TOLERANCE = 0.05
 LEAST_SHARE = 0.9
 SEVERAL = re.compile(r"(\d+)\s*[x×*]\s*(.+)|(.+?)\s*[x×*]\s*(\d+)", re.IGNORECASE)  # 2xT4, T4 x2
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
+# Accelerators whose backend of PyTorch is not simulated, by what to say of them; names as `_plain` writes them.
+OTHER_BACKENDS = {
+    "Apple's GPUs run PyTorch's MPS backend, which is not simulated": r"(apple)?m[1-9](pro|max|ultra)?(\d+gb)?|mps",
+    "Intel's GPUs run PyTorch's XPU backend, which is not simulated": (
+        r"(intel)?(arc\w*|a(310|380|580|750|770)|b(50|60|570|580)|(datacentergpu)?max1[15]50|xpu)(\d+gb)?"
+    ),
+    "this accelerator has a backend of its own, which is not simulated": (
+        r"(google)?(cloud)?tpu\w*|(intel|habana)*gaudi\d?|(aws)?(trainium|trn|inferentia)\d?|(huawei)?(ascend)?910[bc]?"
+    ),
+}
 
 PRICES = ("serverless", "rental", "purchase")
 # Under a lower power limit, clocks scale with the cube root of the power, because power scales with the clock times the
@@ -152,7 +162,8 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
     "a100" is the A100-80GB and "v100" the V100-16GB; without a form factor, a data-centre GPU is the SXM board. A `GPU`
     is returned unchanged. "48GB" means any GPU with that advertised memory, and has the least that such a GPU shows to
     a program; "44.5GiB" has exactly that much. Times on both are unknown. Any other name that is not in the table
-    raises UnknownName (a LookupError), because the figures of a similar GPU would be wrong.
+    raises UnknownName (a LookupError), because the figures of a similar GPU would be wrong. Accelerators without CUDA
+    or ROCm, such as Apple's and Intel's GPUs, raise NotAvailable.
 
     `power` is a limit in W below the GPU's own, but at least half of it. It lowers the clocks, and so the peaks. Raises
     NotAvailable for a GPU whose own limit is unknown.
@@ -179,6 +190,10 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
                 raise SpecError(f"{name!r} means {number} GPUs, but one is expected; give {one!r}, and set the number "
                                 "of GPUs with dp, tp, pp or cp (for a script with --world-size): for example "
                                 f"dp={number}")  # fmt: skip
+        other = (why for why, pattern in OTHER_BACKENDS.items() if re.fullmatch(pattern, _plain(name)))
+        if why := next(other, None):
+            raise NotAvailable(f"{name}: {why}, so its times and the memory outside of tensors are unknown. For the "
+                               "sizes of tensors, give the memory that a program may use, such as 24GB")  # fmt: skip
         names = [alias for entry in gpus() for alias in (entry.name, *entry.aliases)]
         raise unknown_name("GPU", name, names, "`llmlab gpus` lists all; of another GPU give the memory, such as 24GB.")
     return matches[0]

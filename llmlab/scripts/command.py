@@ -44,6 +44,11 @@ COMMANDS = {
     "axolotl": "axolotl", "fabric": "lightning", "litgpt": "litgpt", "llamafactory-cli": "llamafactory",
     "lmf": "llamafactory", "swift": "swift", "trl": "trl", "tune": "torchtune",
 }  # fmt: skip
+# Commands that start scripts in another process or on another machine, and that may be Python code themselves.
+ELSEWHERE = (
+    "colossalai", "horovodrun", "ipython", "jupyter", "kubectl", "modal", "mpiexec", "mpirun", "msrun", "papermill",
+    "ray", "sbatch", "sky", "srun", "torchx",
+)  # fmt: skip
 GPUS_ASSUMED = "gpus-assumed"
 NO_AFFINITY = Note("no-cpu-affinity", "--enable_cpu_affinity was not carried out: it does not change the GPU's memory.")
 
@@ -104,6 +109,10 @@ def command(words: Sequence[str]) -> Command:
         return _accelerate(words[2:])
     if name == "deepspeed":
         return _deepspeed(words[1:])
+    if name in ELSEWHERE and not os.path.isfile(words[0]):
+        raise _elsewhere(name, words[1:])
+    if words[0] == "-c":
+        raise SpecError("python -c starts no script; put the code into a file")
     if words[0] == "-m":
         if len(words) < 2:
             raise SpecError("-m needs the name of a module, for example: llmlab run --gpu T4 -m package.train")
@@ -113,6 +122,14 @@ def command(words: Sequence[str]) -> Command:
             _need(package)
         return Command(words[1], tuple(words[2:]), module=True)
     return _script(words[0], words[1:])
+
+
+def _elsewhere(name: str, words: Sequence[str]) -> SpecError:
+    """Return the error for a command whose options are not read, with the script or the launcher that it starts."""
+    starts = (place for place, word in enumerate(words) if Path(word).name in LAUNCHERS or word.endswith(".py"))
+    started = f" ({' '.join(words[start:])})" if (start := next(starts, None)) is not None else ""
+    return SpecError(f"{name}: its options are not read, and the processes that it starts are not simulated. Give the "
+                     f"script that it starts{started}, and its ranks by --world-size, or --nodes and --gpus-per-node")
 
 
 def _script(target: str, arguments: Sequence[str], **launched: object) -> Command:
@@ -184,7 +201,7 @@ def _count(option: str, args: Namespace) -> int:
 
 
 def _torchrun(module: str, words: Sequence[str]) -> Command:
-    launcher = import_module(module)
+    launcher = _imported(module)
     parse = launcher.get_args_parser().parse_args if module == "torch.distributed.run" else launcher.parse_args
     return torchrun(_parsed("torchrun", parse, words))
 
@@ -204,7 +221,7 @@ def _other_rank(option: str, rank: int | str | None) -> tuple[Note, ...]:
 
 def _accelerate(words: Sequence[str]) -> Command:
     _need("accelerate")
-    launch = import_module("accelerate.commands.launch")
+    launch = _imported("accelerate.commands.launch")
     args = _parsed("accelerate launch", launch.launch_command_parser().parse_args, words)
     return accelerate(args, " ".join(["accelerate launch", *words]))
 
@@ -277,8 +294,8 @@ def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Co
 def _deepspeed(words: Sequence[str]) -> Command:
     _need("deepspeed")
     with mock.patch.dict(os.environ, {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}):  # else it warns
+        runner = _imported("deepspeed.launcher.runner")
         check("deepspeed.launcher.runner")
-    runner = import_module("deepspeed.launcher.runner")
     args = _parsed("deepspeed", runner.parse_args, words)
     if args.autotuning:
         raise SpecError(f"deepspeed --autotuning {args.autotuning} starts many runs; give the one to simulate")
@@ -299,6 +316,14 @@ def _deepspeed(words: Sequence[str]) -> Command:
     nodes, per_node = nodes or 1, per_node or 1
     started = _launched("deepspeed", args, nodes, per_node, _alone() if nodes == per_node == 1 else {})
     return replace(started, notes=(*assumed, *_other_rank("--node_rank", args.node_rank)))
+
+
+def _imported(launcher: str) -> ModuleType:
+    """Return a launcher's module. Raises NotAvailable if its library is installed, but cannot be imported."""
+    try:
+        return import_module(launcher)
+    except ImportError as error:
+        raise NotAvailable(f"{launcher} cannot be imported: {error}; repair its installation") from error
 
 
 def _need(library: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -89,6 +90,11 @@ class Launches:
         @wraps(real)
         def init(process: Any, args: Any, *rest: Any, **options: Any) -> None:
             words = shlex.split(args) if isinstance(args, str) else [os.fsdecode(arg) for arg in args]
+            if isinstance(args, str):  # for a shell, perhaps after other commands
+                for later in re.split(r"&&|\|\||;|\n", args)[1:]:
+                    if (behind := shlex.split(later)) and self._trains(behind):
+                        raise NotAvailable(f"the script starts `{later.strip()}` by a shell, after other commands; "
+                                           "let it start that alone")  # fmt: skip
             if words and self._trains(words):
                 self._go_on(command(words), options.get("env"))
             real(process, args, *rest, **options)

@@ -125,9 +125,11 @@ def _refusal(error: BaseException) -> NotAvailable | None:
     for cause in chain(error):
         if isinstance(cause, NotAvailable):
             return cause if ", line " in str(cause) else NotAvailable(f"{cause}{script_line(cause)}")
-        if isinstance(cause, TypeError) and Unknown.__name__ in str(cause):  # torch's error about a size
+        text = str(cause).replace(f"<class '{Unknown.__module__}.{Unknown.__qualname__}'>", Unknown.__name__)
+        of_torch = isinstance(cause, TypeError) and Unknown.__name__ in text  # about a size
+        if of_torch or text != str(cause):  # or of a check of its type
             line = traceback.extract_tb(cause.__traceback__)[-1]
-            return NotAvailable(f"{cause}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
+            return NotAvailable(f"{text}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
     return refused(error)
 
 

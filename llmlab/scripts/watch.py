@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from statistics import median
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 from weakref import WeakSet
@@ -26,6 +27,7 @@ from .report import ScriptReport
 ROOMY = 2**50  # bytes of a GPU that never runs out of memory
 RAN_TO_ITS_END, RAN_OUT_OF_MEMORY, INTERRUPTED = "ran to its end", "ran out of memory", "was interrupted"
 NO_NETWORK = Note("no-communication", "The time per step leaves out communication between ranks.")
+Place = tuple[tuple[CodeType, int], ...]  # the line of each running function
 CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory once; the script caught the error and went on.")
 
 
@@ -77,11 +79,12 @@ def watched(conditions: Conditions, on_step: Callable[[Watch], None] = lambda wa
 class Watch:
     """The simulator `sim` and the number of weight updates in it, `steps`; `ended` says how the code ended.
 
-    One update may call several optimizers, or one of them for one part of its parameters at a time. It ends with:
+    One update may call several optimizers, each after its own loss (the two networks of a GAN), or one of them for one
+    part of its parameters at a time. It ends with:
     - DeepSpeed's engine.step, in which ZeRO calls its optimizer for each group of parameters, or each part of a group;
-    - an optimizer's step outside a backward pass, if no optimizer has gradients that this update has not used;
-    - otherwise, for example if hooks step in the backward pass, the first sign of the next update: a backward pass, or
-      another step of the same parameters.
+    - an optimizer's step outside a backward pass, if it was the last of all optimizers;
+    - otherwise, the first sign of the next update: another step of the same parameters or, after a backward pass, at
+      the same place of the code. If hooks step in the backward pass, it is the next backward pass.
     A step that a GradScaler skips calls no optimizer, and a closure's backward passes are inside its step.
     """
 
@@ -96,6 +99,9 @@ class Watch:
         self._stepping: list[Any] = []  # optimizers whose step runs, each inside the one before it
         self._in_engine = False  # DeepSpeed's engine.step runs
         self._stepped: set[int] = set()  # ids of the parameters that this update has stepped
+        self._places: set[Place] = set()  # the places of the code at which it stepped
+        self._in_pass = False  # whether hooks have stepped in a backward pass
+        self._passed_since = False  # whether a backward pass has begun since the last step
         self._operators_done = 0  # the number of operators that had run after its last step
         self._optimizers: WeakSet[Any] = WeakSet()  # all optimizers that existed when a new one first stepped
         self._has_optimizer = False
@@ -161,7 +167,9 @@ class Watch:
         def backward(*args: Any, **kwargs: Any) -> None:
             if _in_backward():  # that of a checkpointed block
                 return real(*args, **kwargs)
-            self._end_update()
+            if self._in_pass:
+                self._end_update()
+            self._passed_since = True
             real(*args, **kwargs)
             self.passes += 1
             self.on_step(self)
@@ -192,9 +200,10 @@ class Watch:
     def _begin(self, optimizer: Any, *_: Any) -> None:
         if optimizer in self._stepping:  # its last step raised an error
             del self._stepping[self._stepping.index(optimizer) :]
-        between = not (self._stepping or self._in_engine or _in_backward())
-        if between and any(id(parameter) in self._stepped for parameter in _with_gradients(optimizer)):
-            self._end_update()
+        if self._stepped and not (self._stepping or self._in_engine or _in_backward()):
+            at_same_place = self._passed_since and _place() in self._places
+            if at_same_place or any(id(each) in self._stepped for each in _trained(optimizer) if each.grad is not None):
+                self._end_update()
         self._stepping.append(optimizer)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
@@ -203,12 +212,15 @@ class Watch:
             return
         self._stepped.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         self._operators_done = len(self._operators)
+        self._in_pass = self._in_pass or _in_backward()
         if self._stepping or self._in_engine or _in_backward():
             return  # another optimizer steps this one, or only part of the parameters stepped
+        self._passed_since = False
+        self._places.add(_place())
         if optimizer not in self._optimizers:
             self._optimizers = WeakSet(_all_optimizers())
-        waiting = (parameter for other in self._optimizers for parameter in _with_gradients(other))
-        if all(id(parameter) in self._stepped for parameter in waiting):
+        trained = (parameter for other in self._optimizers for parameter in _trained(other))
+        if all(id(parameter) in self._stepped for parameter in trained):
             self._end_update()
 
     def _end_update(self) -> None:
@@ -227,6 +239,8 @@ class Watch:
         self._find_holder()
         self.sim.end_step()
         self._stepped.clear()
+        self._places.clear()
+        self._in_pass = False
         next_operators = self._operators[self._operators_done :]  # those of the next update
         del self._operators[self._operators_done :]
         if (seconds := self._operators.seconds) is not None:
@@ -313,13 +327,20 @@ class Watch:
     def _growth(self, size: int) -> str:
         """Return sentences that name what keeps `size` bytes of every step, and when the memory will be full."""
         text = f"Memory grows by {show_bytes(size)} with each step"
-        if self._holder:
+        room = (self.where.limit or self.where.gpu.memory) - self.sim.allocated
+        histories = [optimizer for optimizer in self._optimizers if type(optimizer).__name__ == "LBFGS"]
+        if histories:
+            most = sum(_history(optimizer) for optimizer in histories)
+            text += f", because LBFGS keeps its last history_size iterations, two gradients of each, {show_bytes(most)}"
+            text += " in all. This run ended before its history was full; a smaller history_size takes less memory."
+            if most <= room + self.sim.allocated:
+                return text
+        elif self._holder:
             graphs = " and their autograd graphs" if self._holder.has_graph else ""
             text += f", because {self._holder} keeps tensors of every step{graphs}. "
             text += "Keep numbers (.item()) instead, or detach the tensors and move them to the host."
         else:
             text += ": something keeps tensors of earlier steps, often a list of losses or outputs."
-        room = (self.where.limit or self.where.gpu.memory) - self.sim.allocated
         return f"{text} At this rate the GPU is full after about {max(0, room) // size} more steps."
 
 
@@ -336,12 +357,18 @@ def _all_optimizers() -> list[Any]:
     return [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]
 
 
-def _with_gradients(optimizer: Any) -> list[Any]:
+def _trained(optimizer: Any) -> list[Any]:
     from ..base.compat import DisableTorchFunction
 
     groups = getattr(optimizer, "param_groups", ())  # accelerate's wrapper has them if the wrapped one does
     with DisableTorchFunction():  # so that reading an attribute runs no user code
-        return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+
+
+def _history(lbfgs: Any) -> int:
+    """Return the bytes of the full history of torch's LBFGS."""
+    size = lbfgs.param_groups[0]["history_size"]
+    return 2 * size * sum(parameter.numel() * parameter.element_size() for parameter in _trained(lbfgs))
 
 
 def _in_backward() -> bool:
@@ -353,10 +380,25 @@ def _in_backward() -> bool:
 def _makes_states() -> bool:
     """Return whether torch.distributed.checkpoint runs this step, without a learning rate, to create states to load
     into."""
+    return _caller().f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+
+
+def _place() -> Place:
+    """Return the lines of the code that led to the current step of an optimizer."""
+    frame: FrameType | None = _caller()
+    lines = []
+    while frame is not None:
+        lines.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(lines)
+
+
+def _caller() -> FrameType:
+    """Return the frame that called the current step of an optimizer."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.optim.", "torch.utils.", __name__)):
         frame = frame.f_back
-    return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    return frame
 
 
 def _by_category(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

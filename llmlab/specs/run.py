@@ -90,11 +90,12 @@ class Training(ChoiceSpec):
     Raises SpecError for a value that is not allowed, and for fields that contradict each other.
 
     `micro_batch` sequences of `seq_len` tokens go through the model together on each data-parallel rank, and an
-    optimizer step accumulates the gradients of `accumulation` micro-batches. `dp`, `tp`, `pp`, `cp`, `ep` are the
-    degrees of data, tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel
-    ranks. `schedule` is the order of a pipeline's micro-batches; it is interleaved if `virtual_stages` (per rank) is
-    more than 1. `dp_replicate` is the number of replicas of the sharded model (HSDP; torchtitan's name): each replica
-    is sharded over `dp_shard` ranks.
+    optimizer step accumulates the gradients of `accumulation` micro-batches. With attention="flash", packed documents
+    or a batch without padding cost as much as `micro_batch` documents of their mean length. `dp`, `tp`, `pp`, `cp`,
+    `ep` are the degrees of data, tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the
+    data-parallel ranks. `schedule` is the order of a pipeline's micro-batches; it is interleaved if `virtual_stages`
+    (per rank) is more than 1. `dp_replicate` is the number of replicas of the sharded model (HSDP; torchtitan's name):
+    each replica is sharded over `dp_shard` ranks.
     `sync_each_batch` (Accelerate's name): FSDP reduces gradients after each micro-batch. With False, the default of
     Accelerate and the Trainer, it reduces only after the last, and each rank accumulates whole gradients. DDP always
     waits for the last. `reduce_dtype` (FSDP2's name): the dtype in which FSDP reduces gradients in mixed precision,

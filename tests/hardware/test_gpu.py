@@ -1,5 +1,6 @@
 """The GPU table: what must hold of its figures, and the names it answers to."""
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,7 +14,7 @@ from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.base.units import GiB, MiB
 from llmlab.formulas.report import estimated
 from llmlab.formulas.time.kernels import kernels
-from llmlab.hardware.gpu import DTYPES, GPU, PRICES, assumed_memory, clocks, gpu, gpus, match
+from llmlab.hardware.gpu import DTYPES, GPU, OTHER_BACKENDS, PRICES, _plain, assumed_memory, clocks, gpu, gpus, match
 from llmlab.hardware.tables import read_table
 from llmlab.specs.run import Training
 
@@ -366,10 +367,21 @@ def test_a_gpu_that_is_named_by_its_memory_has_the_least_of_its_size(size):
 def test_gibibytes_are_exactly_what_a_program_sees():
     assert gpu("44.5GiB").memory == int(44.5 * GiB) and gpu("7 GB").memory == int(0.9 * 7 * GiB)
     with pytest.raises(UnknownName, match="24GB"):
-        gpu("M3 Max")
+        gpu("GTX 970")
 
 
 def test_on_a_gpu_without_bf16_units_a_matmul_takes_longer_by_the_peaks():
     """Titan RTX against 2080 Ti: 130.5 and 53.8 TFLOP/s in fp16, with as many bytes per second within 10 %."""
     times = [kernels(name).product(4096, 4096, 4096, "fp16") for name in ("RTX-2080-Ti", "TITAN-RTX")]
     assert 2 < times[0] / times[1] < 3
+
+
+@pytest.mark.parametrize(("name", "backend"), [
+    ("M3-Max", "MPS"), ("Apple M4 Pro", "MPS"), ("Arc-B580", "XPU"), ("A770", "XPU"), ("Intel Max 1550", "XPU"),
+    ("TPU-v5e", "its own"), ("Gaudi3", "its own"),
+])  # fmt: skip
+def test_accelerators_without_cuda_are_refused_by_their_backend(name, backend):
+    with pytest.raises(NotAvailable, match=rf"{name}: .*({backend} backend|backend of {backend})"):
+        gpu(name)
+    assert all(not any(re.fullmatch(pattern, _plain(entry.name)) for pattern in OTHER_BACKENDS.values())
+               for entry in gpus())  # fmt: skip

@@ -163,6 +163,11 @@ def test_deepspeed_takes_the_gpus_that_are_included(here):
         (["accelerate", "launch", "--config_file", "empty.yaml", "train.py"], "settings by name"),
         (["torchrun", "--no-python", "train.py"], "--no_python"),
         (["deepspeed", "--include", "localhost:0@elsewhere:1", "train.py"], "elsewhere"),
+        (["mpirun", "-np", "4", "python", "train.py", "--lr", "1"], "mpirun: its options are not read"),
+        (["mpirun", "-np", "4", "python", "train.py", "--lr", "1"], "starts (train.py --lr 1)"),
+        (["srun", "--nodes=2", "torchrun", "--nnodes=2", "train.py"], "starts (torchrun --nnodes=2 train.py)"),
+        (["colossalai", "run", "--nproc_per_node", "4", "train.py"], "colossalai: its options are not read"),
+        (["python", "-c", "print(1)"], "put the code into a file"),
         (["."], "a folder without __main__.py"),
     ],
 )

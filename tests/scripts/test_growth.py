@@ -84,6 +84,31 @@ def test_a_sum_of_losses_is_held_by_its_variable():
     assert "`total += loss`" in growth_note(report)
 
 
+@pytest.mark.parametrize("history", [2, 5])
+def test_lbfgs_grows_until_its_history_is_full(history):
+    """Each iteration adds a gradient and a direction, as long as there are fewer than history_size of them."""
+    with watched(Conditions(gpu("T4"))) as watch:
+        model = nn.Linear(D, 4 * D).cuda()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, history_size=history)
+        for _ in range(STEPS):
+            optimizer.step(lambda: closure(model, optimizer))
+        report = watch.report("loop")
+    weights = (D + 1) * 4 * D * 4
+    if history < STEPS:
+        assert not growth_note(report)
+    else:
+        assert f"{2 * history * weights / MiB:.2f} MiB in all" in growth_note(report)
+        assert sum(report.growth.values()) == pytest.approx(2 * weights, rel=0.01)
+        assert "more steps" not in growth_note(report)  # it never fills the GPU
+
+
+def closure(model, optimizer):
+    optimizer.zero_grad()
+    loss = model(torch.randn(B, D, device="cuda")).square().mean()
+    loss.backward()
+    return loss
+
+
 def test_passes_without_gradients_and_saving_are_phases_of_their_own():
     sizes = {}
 

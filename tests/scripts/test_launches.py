@@ -1,6 +1,7 @@
 """What a script starts by itself: commands that start Python or a launcher, and libraries that start ranks."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -86,6 +87,13 @@ def test_other_processes_stay_processes(run):
     body = HEAD + "assert subprocess.check_output([sys.executable, '-c', 'print(1)']) == b'1\\n'\nimport train"
     result, report = run(body=body)
     assert report["steps"] == 3 and "found 1" in result.stderr
+
+
+def test_a_launcher_behind_other_commands_of_a_shell_is_refused(run):
+    """As colossalai's launcher and others start torchrun."""
+    line = "cd . && export A=1; torchrun --nproc_per_node 2 train.py"
+    result, _ = run(body=f"import subprocess\nsubprocess.run({line!r}, shell=True)\n")
+    assert result.exit_code == 2 and "starts `torchrun --nproc_per_node 2 train.py` by a shell" in result.stderr
 
 
 def test_ranks_that_contradict_world_size_are_refused(run):
@@ -192,3 +200,23 @@ notebook_launcher(lambda: runpy.run_path("train.py"), num_processes=4)
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     report = json.loads(result.stdout)
     assert "found 4 4" in result.stderr and report["world_size"] == 4 and report["steps"] == 3
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["accelerate", "launch", "train.py"], "accelerate.commands.launch cannot be imported: No module named 'nowhere'"),
+    (["uses.py"], "No module named 'nowhere': install that package beside llmlab"),
+])  # fmt: skip
+def test_a_library_whose_import_fails_halfway_is_refused_in_a_line(tmp_path, words, said):
+    """As boto3 without botocore, which accelerate imports if it is there. In a process that has not imported it."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "uses.py").write_text("import accelerate\n")
+    (tmp_path / "boto3.py").write_text("import nowhere\n")
+    (tmp_path / "boto3-1.0.dist-info").mkdir()
+    (tmp_path / "boto3-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: boto3\nVersion: 1.0\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "llmlab", "run", "--gpu", "T4", *words]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(f"llmlab: {said}"), done.stderr
+    assert "Traceback" not in done.stderr

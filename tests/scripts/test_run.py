@@ -478,3 +478,14 @@ def test_backward_passes_are_no_steps_where_an_optimizer_is(script):
     name = script("for i in range(4): model(torch.randn(4, 256).cuda()).sum().backward()\nstep()")
     found = answer("--gpu", "T4", "--steps", "1", name)
     assert found["ended"] == "was ended after 1 optimizer step"
+
+
+def test_a_check_of_the_type_of_a_value_that_no_gpu_computed_is_refused(script):
+    """As gym's environments check actions; with --assume there is a number."""
+    body = """
+action = model(torch.randn(1, 256, device="cuda")).argmax().item()
+assert type(action) is int, f"{action!r} ({type(action)}) invalid"
+"""
+    refused = run("--gpu", "T4", script(body))
+    assert refused.exit_code == 2 and "a value that the simulated GPU does not have" in refused.stderr
+    assert "--assume" in refused.stderr and "Traceback" not in refused.stderr

@@ -39,7 +39,8 @@ ADVERSARIES = """
 other = nn.Linear(256, 256).cuda()
 optimizers = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
 """
-# By what makes an update: its definitions, and a loop in which `print` comes before an update is whole.
+# By what makes an update: its definitions, and a loop in which `print` comes before an update is whole. After it, where
+# only the next update shows that it was whole.
 LOOPS = {
     "two optimizers": (TWO, """
 for step in range(6):
@@ -71,19 +72,46 @@ for step in range(6):
 for step in range(6):
     optimizers[0].zero_grad()
     loss().backward()
-    print("update")
     optimizers[0].step()
     optimizers[1].zero_grad()
     model(other(torch.randn(8, 256, device="cuda"))).sum().backward()  # the first network has gradients too
     print("update")
     optimizers[1].step()
 """),
+    "two networks, by a function": (ADVERSARIES, """
+def train(network, optimizer):
+    optimizer.zero_grad()
+    network(torch.randn(8, 256, device="cuda")).sum().backward()
+    optimizer.step()
+for step in range(6):
+    train(model, optimizers[0])
+    print("update")
+    train(other, optimizers[1])
+"""),
+    "one network more often than the other": (ADVERSARIES, """
+for step in range(3):
+    for critic in range(2):
+        optimizers[0].zero_grad()
+        loss().backward()
+        optimizers[0].step()
+        print("update")
+    optimizers[1].zero_grad()
+    model(other(torch.randn(8, 256, device="cuda"))).sum().backward()
+    optimizers[1].step()
+"""),
+    "an optimizer that never steps": (ADVERSARIES, """
+for step in range(6):
+    optimizers[0].zero_grad()
+    loss().backward()
+    optimizers[0].step()
+    print("update")
+"""),
     "one of two optimizers at a time": (TWO, """
 for step in range(6):
     loss().backward()
-    print("update")
     optimizers[step % 2].step()
     optimizers[step % 2].zero_grad()
+    print("update")
 """),
     "a new optimizer for each": ("", """
 for step in range(6):

@@ -295,8 +295,58 @@ def test_what_flash_attn_refuses_is_refused(given, error, words):
             flash_attn_func()(x, x, x)
 
 
-def test_packed_sequences_are_refused_by_name():
+def test_packed_sequences_keep_a_log_sum_exp_a_row_and_add_128_rows_each_to_dq():
+    """flash_api.cpp, mha_varlen_fwd and mha_varlen_bwd: softmax_lse (H, total), softmax_d (H, total + 128 n), dq_accum
+    (total + 128 n, H, D), and dK and dV of each query head. Scores are those of each sequence alone."""
     from transformers import modeling_flash_attention_utils as utils
 
-    with lab.simulator("A100-40GB"), pytest.raises(lab.NotAvailable, match=r"flash_attn_varlen_func.*not simulated"):
-        utils._lazy_imports("flash_attention_2")[1](*[None] * 7)
+    lengths = (100, 28, 300)
+    total, rows = sum(lengths), sum(lengths) + 128 * len(lengths)
+    with lab.simulator("A100-40GB") as card, card.operators() as operators:
+        attend = utils._lazy_imports("flash_attention_2")[1]
+        starts = torch.tensor([0, 100, 128, 428], dtype=torch.int32).cuda()
+        q, k, v = (
+            torch.randn(total, each, D, dtype=torch.bfloat16, device="cuda", requires_grad=True) for each in (H, K, K)
+        )
+        held = card.allocated
+        out = attend(q, k, v, starts, starts, max(lengths), max(lengths), causal=True)
+        assert 0 <= card.allocated - held - out.nbytes - 4 * H * total <= 2 * 512
+        grad = torch.empty_like(out)
+        held = card.allocated
+        card.reset_peak()
+        made = torch.autograd.grad(out, (q, k, v), grad)
+        extra = card.peak_allocated - held - sum(each.nbytes for each in made) - 2 * q.nbytes
+        assert 0 <= extra - 4 * H * rows - 4 * H * rows * D < 2 * 512
+        counted = operators.flops
+    scores = sum(length**2 for length in lengths) * H * D * 2
+    assert counted == pytest.approx(7 * scores, rel=0.01)  # 2 matmuls forward, 5 backward
+
+
+def packed_step(documents: int, length: int) -> tuple[int, int]:
+    """Return the peak and the FLOP of a transformers step on documents in one row, told apart by their positions."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**{name: value for name, value in LLAMA.items() if name != "model_type"})
+    with lab.simulator("A100-40GB") as card, card.operators() as operators:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="flash_attention_2"
+        ).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            del operators[:]
+            ids = torch.randint(500, (1, documents * length)).cuda()
+            positions = torch.arange(length).repeat(documents)[None].cuda()
+            model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return card.peak_allocated, operators.flops
+
+
+def test_packed_documents_take_what_as_many_sequences_of_their_length_take():
+    peak, flops = packed_step(documents=4, length=256)
+    run = lab.Training(micro_batch=4, seq_len=256, precision="bf16", optimizer="sgd", attention="flash")
+    apart = lab.simulate(LLAMA, run, "A100-40GB")
+    assert peak == pytest.approx(apart.peak_allocated, rel=0.03) and flops == apart.flops
+    whole = lab.simulate(LLAMA, lab.Training(seq_len=1024, **{name: getattr(run, name) for name in
+                                             ("precision", "optimizer", "attention")}), "A100-40GB")  # fmt: skip
+    assert flops < whole.flops  # a row of one document has scores between all its tokens

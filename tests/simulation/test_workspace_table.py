@@ -144,6 +144,7 @@ heads = {dtype: t(B, H, T, D, dtype=dtype) for dtype in (f16, f32)}
 LSE = 4 * B * H * ceil(T / 32) * 32
 OUT = 2 * B * H * T * D
 seed = host(dtype=i64)
+starts = t(4, dtype=i32)  # of three packed sequences, and their end
 flash = t(B, H, T, D, dtype=bf16)
 shared, key_72, cached = t(B, 2, T, D, dtype=bf16), t(B, H, T, 72, dtype=bf16), t(1, 8, 8192, 128, dtype=bf16)
 FLASH_STATE = [16, 8]  # seed and offset; the log-sum-exps stand before them
@@ -202,6 +203,10 @@ ATTENTION = [
     Row(aten._scaled_dot_product_flash_attention_backward,
         (*[key_72] * 5, t(B, H, T), None, None, T, T, 0.0, False, seed, seed),
         [*[2 * B * H * T * 72] * 3, 4 * B * H * 128, 4 * B * 128 * H * 96]),  # 72 columns in multiples of 32
+    # 3 sequences of 50 rows together: 128 rows more for each.
+    Row(aten._flash_attention_backward,
+        (*[t(50, H, D, dtype=f16)] * 5, t(H, 50), starts, starts, 20, 20, 0.0, False, seed, seed),
+        [*[2 * 50 * H * D] * 3, 4 * H * (50 + 3 * 128), 4 * (50 + 3 * 128) * H * D]),
 ]  # fmt: skip
 
 labels = t(M, dtype=i64)
@@ -268,6 +273,9 @@ MATMUL = [
     Row(aten.addmm, (t(M, M), a, b), [4 * M * M, CUBLAS]),
     Row(aten.addmm, (t(1), a, t(N, 1)), [4 * M, CUBLAS]),  # isInputCompliesAddmmCudaLt: more than one column
     Row(aten.addmm_, (t(M, M), a, b), [CUBLAS]),
+    Row(aten.addmm.dtype, (t(M, M), t(M, M, dtype=bf16), t(M, M, dtype=bf16), f32), [4 * M * M, CUBLAS]),
+    Row(aten.addmm.dtype_out, (t(M, M), t(M, M, dtype=bf16), t(M, M, dtype=bf16), f32), [CUBLAS],
+        named={"out": t(M, M)}),
     Row(aten.addmm.out, (t(M), a, b), [CUBLAS, CUBLASLT], named={"out": t(M, M)}),
     Row(aten._scaled_mm, EIGHT, [2 * M * M, CUBLASLT], named={"out_dtype": bf16}),
     Row(aten._scaled_mm.out, EIGHT, [CUBLASLT], named={"out_dtype": bf16, "out": t(M, M, dtype=bf16)}),

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...base.compat import check, has
-from ...base.errors import NotAvailable
 from ...hardware.gpu import FLASH_ATTENTION_2_CAPABILITY
 from ...step import fused_loss
 from ..capability import Capability
+from ..values.known import known
 from .sdpa import HALF
 
 aten = torch.ops.aten
@@ -71,43 +71,76 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _flash_attn_func(capability: Capability) -> Callable[..., Tensor]:
-    def flash_attn_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        deterministic: bool = False,
-    ) -> Tensor:
-        """flash_attn.flash_attn_func on a GPU of this `capability`; a window or a softcap needs no memory."""
-        D = q.shape[-1]
+class _FlashVarlen(torch.autograd.Function):
+    """flash_attn_interface.py, FlashAttnVarlenFunc, for sequences of several lengths without padding: q (T, H, D), k
+    and v (S, Hkv, D), where T and S are sums over the sequences. `longest` has the queries and keys of a sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int],
+        dropout: float, scale: float, causal: bool, deterministic: bool,
+    ) -> Tensor:  # fmt: skip
+        result = aten._flash_attention_forward(q, k, v, *starts, *longest, dropout, causal, False, scale=scale)
+        out, logsumexp, random_state = result[:3]
+        ctx.options = longest, dropout, causal, scale, deterministic
+        ctx.save_for_backward(q, k, v, out, logsumexp, *starts, random_state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        q, k, v, out, logsumexp, *starts, random_state = ctx.saved_tensors
+        longest, dropout, causal, scale, deterministic = ctx.options
+        with _deterministic(deterministic):
+            gradients = aten._flash_attention_backward(
+                _rows(grad), q, k, v, out, logsumexp, *starts, *longest, dropout, causal, random_state, random_state,
+                scale=scale,
+            )  # fmt: skip
+        return (*gradients, None, None, None, None, None, None)
+
+
+def _functions(capability: Capability) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return flash_attn_func and flash_attn_varlen_func on a GPU of this `capability`; a window or a softcap needs no
+    memory."""
+
+    def padded(*tensors: Tensor) -> list[Tensor]:
+        q, D = tensors[0], tensors[0].shape[-1]
         if capability < FLASH_ATTENTION_2_CAPABILITY:
             raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
         if q.dtype not in HALF:
             raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         if D > 256:
             raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
+        return [F.pad(tensor, (0, -D % 8)) if D % 8 else _rows(tensor) for tensor in tensors]
+
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+        deterministic: bool = False,
+    ) -> Tensor:  # fmt: skip
+        D = q.shape[-1]
         scale = D**-0.5 if softmax_scale is None else softmax_scale
-        padded = [F.pad(tensor, (0, -D % 8)) if D % 8 else _rows(tensor) for tensor in (q, k, v)]
-        return _FlashAttention.apply(*padded, dropout_p, scale, causal, deterministic)[..., :D]
+        return _FlashAttention.apply(*padded(q, k, v), dropout_p, scale, causal, deterministic)[..., :D]
 
-    return flash_attn_func
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
+    ) -> Tensor:  # fmt: skip
+        D, starts = q.shape[-1], (cu_seqlens_q, cu_seqlens_k)
+        scale = D**-0.5 if softmax_scale is None else softmax_scale
+        lengths = _length(cu_seqlens_q, q.shape[0]), _length(cu_seqlens_k, k.shape[0])
+        return _FlashVarlen.apply(*padded(q, k, v), starts, lengths, dropout_p, scale, causal, deterministic)[..., :D]
+
+    return flash_attn_func, flash_attn_varlen_func
 
 
-def _flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
-) -> Tensor:  # fmt: skip
-    """flash_attn.flash_attn_varlen_func, which transformers calls for padded and packed sequences."""
-    raise NotAvailable(
-        "flash_attn_varlen_func (padded or packed sequences) is not simulated; give sequences of one length without "
-        "an attention mask, or attn_implementation='sdpa'"
-    )
+def _length(starts: Tensor, total: int) -> int:
+    """Return the length of equal sequences with as many scores: the root of the mean square of the lengths, or the mean
+    length if the lengths are unknown. The kernels allocate the same for any lengths with this sum."""
+    values = known(starts)
+    if values is None:
+        return max(1, round(total / (starts.numel() - 1)))
+    return max(1, round(float(values.diff().double().square().mean().sqrt())))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -149,7 +182,7 @@ def fake_flash_attn(capability: Capability) -> Iterator[None]:
     def functions(implementation: str | None, *rest: Any, **named: Any) -> tuple:
         if implementation != "flash_attention_2":
             return imports(implementation, *rest, **named)
-        return _flash_attn_func(capability), _flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+        return *_functions(capability), None, utils._pad_input, utils._unpad_input
 
     imports = utils._lazy_imports
     # Functions loaded before the block must not be called inside it, nor those loaded inside it afterwards.

@@ -121,8 +121,9 @@ def devices_found() -> Iterator[None]:
 
 
 def _accelerate_states() -> list[dict[str, Any]]:
-    """Return the dictionaries that all instances of accelerate's states share; none where it is not imported."""
-    module = sys.modules.get("accelerate.state")
+    """Return the dictionaries that all instances of accelerate's states share; none if it is not imported, or if an
+    error ended its import, which leaves modules of it behind."""
+    module = sys.modules.get("accelerate.state") if "accelerate" in sys.modules else None
     check("accelerate.state" if module else "")
     return [module.PartialState._shared_state, module.AcceleratorState._shared_state] if module else []
 

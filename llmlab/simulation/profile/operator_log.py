@@ -249,9 +249,12 @@ def _classify(
         return kind, (largest,), _dtype(outputs[0]) if outputs else ""
     if "attention" in name:
         first = 1 if "backward" in name else 0
-        query, key = args[first], args[first + 1]
-        batch, heads, queries, size = query.shape
-        shape = (batch * heads, queries, key.shape[2], size, int(Operator(func, args, kwargs).is_causal))
+        query, key, op = args[first], args[first + 1], Operator(func, args, kwargs)
+        if query.dim() == 3:  # sequences without padding (patching/flash_attn.py)
+            rows, queries, keys = query.shape[1] * (op.cum_seq_q.numel() - 1), op.max_q, op.max_k
+        else:
+            rows, queries, keys = query.shape[0] * query.shape[1], query.shape[2], key.shape[2]
+        shape = (rows, queries, keys, query.shape[-1], int(op.is_causal))
         return "attention backward" if first else "attention", shape, _dtype(query)
     if name in PRODUCTS:
         a, b = (args[1], args[2]) if name in ADDING else (args[0], args[1])

@@ -126,3 +126,17 @@ def flash_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
     if kv_heads != H:
         gradient = B * S * H * D * op.key.element_size()
         yield from (gradient, gradient)
+
+
+@workspace(aten._flash_attention_backward, source=FLASH)
+def packed_flash_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """mha_varlen_bwd, for sequences without padding: as mha_bwd, but each sequence adds 128 rows instead of being
+    rounded up."""
+    yield OUTPUTS
+    (total, H, D), (keys, kv_heads, _), sequences = op.query.shape, op.key.shape, op.cum_seq_q.numel() - 1
+    rows = total + 128 * sequences
+    yield 4 * H * rows
+    yield 4 * rows * H * _columns(D) * (_tiles(gpu.sms, sequences * H) if _deterministic() else 1)
+    if kv_heads != H:
+        gradient = keys * H * D * op.key.element_size()
+        yield from (gradient, gradient)

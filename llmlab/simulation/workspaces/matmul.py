@@ -54,7 +54,7 @@ def mm(op: Operator, gpu: GPU) -> Iterator[Step]:
     yield cublas(gpu)
 
 
-@workspace(aten.addmm, aten.addmm.out, aten.addmm_, source=BLAS)
+@workspace(aten.addmm, aten.addmm.out, aten.addmm.dtype, aten.addmm.dtype_out, aten.addmm_, source=BLAS)
 def addmm(op: Operator, gpu: GPU) -> Iterator[Step]:
     """isInputCompliesAddmmCudaLt: a bias of one dimension is added by cuBLASLt's epilogue.
 

@@ -58,6 +58,7 @@ NO_WORKSPACE = {
         "_foreach_sub.Scalar _foreach_sub_.Scalar _foreach_sub_.List _foreach_zero_"
     ),
     "cuda/FusedAdamKernel.cu and its like": "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_",
+    "transformers/cuda/flash_attn/flash_api.cpp": "_flash_attention_forward",  # mha_varlen_fwd splits no keys
     "cuda/AmpKernels.cu": "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_",
 }
 # Under torch.use_deterministic_algorithms they sort their indices (TensorAdvancedIndexing.cpp, cuda/Indexing.cu).

@@ -1,0 +1,109 @@
+"""NeMo-RL's published steps of GRPO beside the sum of what llmlab estimates for their phases.
+
+    python -m benchmarks.time.reinforcement                           # prints the table
+    python -m benchmarks.time.reinforcement --out benchmarks/results  # and writes reinforcement.md
+
+The rows are the synchronous ones of dense models in NVIDIA-NeMo/RL, docs/about/performance-summary.md (versions 0.4 and
+0.5, commits cff17f83b and 108bffdab), each with its recipe in examples/configs/recipes/llm/performance. A step
+generates 2,048 completions with vLLM on the GPUs that train (gpu_memory_utilization 0.6), computes the
+log-probabilities of the policy and of the reference model, and trains with Megatron Core in four updates of 512.
+Recomputation is full for Llama 8B, and there is none for Qwen3 32B.
+
+What the source does not say is assumed: prompts of 128 tokens, and completions that all have the mean length, packed
+into rows of 4,096 tokens. "until the longest" adds that one completion per engine has the maximum length, and that the
+others have ended before. The transfer of weights to the engine, offloading, and rewards are not estimated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+import llmlab as lab
+from benchmarks.provenance import provenance, table, write
+from llmlab.serving.load import Latency
+
+PROMPT, LONGEST, COMPLETIONS, BATCH, GROUP = 128, 4096, 2048, 512, 32
+# Megatron's formulas have no norms of queries and keys, so this is Qwen3 32B without them.
+QWEN3_32B = {
+    "model_type": "llama", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "head_dim": 128,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
+
+
+class Row(NamedTuple):
+    """A published row: `length` tokens per sequence in the mean, and the `seconds` of a step; `engine` GPUs generate
+    together."""
+
+    version: str
+    model: str
+    gpu: str
+    gpus: int
+    length: int
+    tp: int
+    pp: int
+    engine: int
+    seconds: float
+
+
+ROWS = (
+    Row("0.4", "Llama 3.1 8B", "H100-80GB", 16, 1060, 1, 2, 1, 97.7),
+    Row("0.5", "Llama 3.1 8B", "H100-80GB", 16, 1019, 1, 2, 1, 92.8),
+    Row("0.5", "Llama 3.1 8B", "GB200", 8, 1066, 1, 1, 1, 91.0),
+    Row("0.4", "Qwen3 32B", "H100-80GB", 32, 3206, 4, 4, 4, 393),
+    Row("0.5", "Qwen3 32B", "H100-80GB", 32, 3251, 4, 4, 4, 376),
+)
+
+
+def phases(row: Row) -> tuple[float, float, float, float]:
+    """Return the seconds of generation with equal lengths, of what the longest completion adds to it, of
+    log-probabilities, and of the updates."""
+    model = LLAMA_8B if row.model.startswith("Llama") else QWEN3_32B
+    dp, packed = row.gpus // row.tp // row.pp, LONGEST // row.length
+    checkpointing = "full" if row.model.startswith("Llama") else None
+    run = lab.Training(
+        micro_batch=packed, seq_len=row.length, accumulation=round(BATCH / dp / packed), dp=dp, tp=row.tp, pp=row.pp,
+        zero=1, sequence_parallel=row.tp > 1, precision="mixed-bf16", checkpointing=checkpointing, stack="megatron",
+    )  # fmt: skip
+    updates = COMPLETIONS // BATCH * (lab.estimate(model, run, row.gpu).step_seconds or 0.0)
+    forward = updates / (4 if checkpointing else 3)  # of the passes: forward, recomputation, and two of backward
+
+    def served(users: int, context: int) -> Latency:
+        service = lab.Service(
+            tp=row.engine, gpu_memory_utilization=0.6, max_model_len=LONGEST, prompt_len=PROMPT,
+            output_len=context - PROMPT, prefix_hit=1 - 1 / GROUP, concurrency=users,
+        )  # fmt: skip
+        latency = lab.serve(model, service, row.gpu).latency
+        assert latency, row
+        return latency
+
+    users = COMPLETIONS // (row.gpus // row.engine)
+    together = users * (row.length - PROMPT) / served(users, row.length).tokens_per_second
+    alone = (LONGEST - row.length) * served(1, LONGEST).tpot
+    return together, alone, 2 * forward, updates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder for reinforcement.md")
+    given = parser.parse_args()
+    rows = []
+    for row in ROWS:
+        together, alone, scored, updates = phases(row)
+        low, high = together + scored + updates, together + alone + scored + updates
+        shown = (f"{each:.1f}" for each in (together, together + alone, scored, updates, row.seconds))
+        rows.append([f"{row.model}, {row.version}", f"{row.gpus} × {row.gpu}", f"{row.length:,}", *shown,
+                     f"{low / row.seconds - 1:+.0%}", f"{high / row.seconds - 1:+.0%}"])  # fmt: skip
+    header = ["model, version", "GPUs", "tokens", "generate, s", "until the longest, s", "log-probabilities, s",
+              "updates, s", "published step, s", "equal lengths", "until the longest"]  # fmt: skip
+    text = "\n".join([*table(header, rows), "", provenance("llmlab")])
+    print(text)
+    if given.out:
+        write(given.out / "reinforcement.md", text)
+
+
+if __name__ == "__main__":
+    main()
