@@ -123,7 +123,7 @@ def test_the_gpu_workflow_runs_the_cuda_tests_and_the_notebooks_on_a_pretended_t
     pretended = [entry.get("pretend") for entry in job["strategy"]["matrix"]["include"]]
     assert pretended == [None, None, "t4"]
     assert steps["gpu-notebooks"]["env"] == {"LLMLAB_AS": "${{ matrix.pretend }}"}
-    for target in ("unit", "records"):  # records are of real cards, and tests set LLMLAB_AS themselves
+    for target in ("unit", "records"):  # records are of real GPUs, and tests set LLMLAB_AS themselves
         assert steps[target]["if"] == "${{ !matrix.pretend }}" and "env" not in steps[target]
 
 

@@ -55,15 +55,15 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
 
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """
-        found = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
-        show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
-        if folder is not None and found.best:
-            written = found.best.write(folder, force, model)
+        answer = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
+        show(json.dumps(answer.to_dict(), indent=1, default=dict) if as_json else answer)
+        if folder is not None and answer.best:
+            written = answer.best.write(folder, force, model)
             if not as_json:
                 show(written)
-        if found.interrupted and not found:
+        if answer.interrupted and not answer:
             raise click.Abort
-        return 0 if found else 1
+        return 0 if answer else 1
 
     def fix(context: click.Context, words: tuple[str, ...], gpu: str | None, as_json: bool, **_: Any) -> int:
         """List changes that reduce the memory of a run.
@@ -96,8 +96,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
                 show(answer)
         if not models:
             return 0
-        found = answers["changes"]
-        outcomes = {found.report.outcome, *(each.report.outcome for each in found.levers)}
+        changes = answers["changes"]
+        outcomes = {changes.report.outcome, *(lever.report.outcome for lever in changes.levers)}
         return 0 if "fits" in outcomes else 2 if "unknown" in outcomes else 1
 
     made = group.command(

@@ -48,12 +48,12 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
         given = f"precision={run.precision!r}, half_layers={run.half_layers!r}"
         raise SpecError(f"{given}: Axolotl loads the weights in the dtype that it casts to; give {run.compute_dtype}, "
                         "or for LoRA half_layers='all'")  # fmt: skip
-    said = trainer_arguments(run)
+    arguments = trainer_arguments(run)
     settings: dict[str, Any] = {
         "base_model": model, "sequence_len": run.seq_len, "micro_batch_size": run.micro_batch,
-        "gradient_accumulation_steps": run.accumulation, "optimizer": said["optim"],
+        "gradient_accumulation_steps": run.accumulation, "optimizer": arguments["optim"],
         # These also set the dtype of the weights; float16 sets it without autocast.
-        "bf16": run.compute_dtype == "bf16", "fp16": said["fp16"], "float16": run.precision == "fp16",
+        "bf16": run.compute_dtype == "bf16", "fp16": arguments["fp16"], "float16": run.precision == "fp16",
         "max_grad_norm": 0.0,
         "gradient_checkpointing": run.checkpointing == "full",
         "attn_implementation": {"flash": "flash_attention_2"}.get(run.attention, run.attention),
@@ -196,9 +196,9 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
 
 def _rotary(config: Mapping[str, Any]) -> list[str]:
     """Return the arguments for the base and the scaling of rotary positions."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = config.get("rope_theta") or said.get("rope_theta", 10000)
-    kind, factor = said.get("rope_type") or said.get("type") or "default", said.get("factor", 1.0)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = config.get("rope_theta") or rope.get("rope_theta", 10000)
+    kind, factor = rope.get("rope_type") or rope.get("type") or "default", rope.get("factor", 1.0)
     stretched = {
         "default": [],
         "linear": [f"--rotary-seq-len-interpolation-factor {int(factor)}"],

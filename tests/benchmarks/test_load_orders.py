@@ -49,7 +49,7 @@ def test_generation_has_its_phases_too():
 
 
 def test_a_step_that_does_not_fit_has_no_peaks_and_all_its_requests():
-    """The requests come from a card with room for them, so that another order may still be found to fit."""
+    """The requests come from a GPU with room for them, so that another order may still be found to fit."""
     requests = requests_of(LLAMA, RUN, "T4")
     order = list(one_at_a_time(requests.sizes))
     needed = requests.in_order(order).reserved

@@ -27,7 +27,7 @@ def test_every_figure_has_a_source_and_every_source_a_figure(card):
     words = {"name", "vendor", "architecture", "aliases", "sources", "checked", "prices"}
     figures = {f.name for f in fields(GPU)} - words
     given_figures = {name for name in figures if getattr(card, name) is not None}
-    if card.node_gpus == 8:  # of any card that nothing else is said of
+    if card.node_gpus == 8:  # of any GPU that nothing else is said of
         given_figures.remove("node_gpus")
     if card.peer_access:
         given_figures.remove("peer_access")
@@ -41,7 +41,7 @@ def test_each_price_has_its_kind_its_date_and_its_source(card):
     for price in card.prices:
         assert price.kind in PRICES and price.usd > 0 and len(price.source) > 20
         assert price.date is None or date(2020, 1, 1) <= date.fromisoformat(price.date) <= date.today()
-        # An hour costs less than a hundredth of the card, a card no less than 100 dollars.
+        # An hour costs less than a hundredth of the GPU, a GPU no less than 100 dollars.
         assert (price.usd > 100) == (price.kind == "purchase")
     hourly = [price.usd for price in card.prices if price.kind != "purchase"]
     assert card.usd_per_hour == (hourly[0] if hourly else None)
@@ -306,7 +306,7 @@ def test_peak_refuses_a_dtype_that_is_none():
         gpu("T4").peak("fp17")
 
 
-# ---- the card a driver shows
+# ---- the GPU a driver shows
 
 
 def test_match_tells_cards_of_one_name_apart_by_memory():

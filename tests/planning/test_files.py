@@ -251,7 +251,7 @@ def test_megatrons_arguments_stretch_positions_and_name_heads_of_another_width(t
 
 
 def test_megatron_is_started_with_the_setting_that_its_parallelism_demands(tmp_path):
-    """validate_args stops without it where tensors or sequences are divided, on cards up to Hopper."""
+    """validate_args stops without it where tensors or sequences are divided, on GPUs up to Hopper."""
     run = lab.Training(dp=2, precision="mixed-bf16", seq_len=64, stack="megatron")
     for folder, divided in (("copies", {}), ("tensors", {"tp": 2}), ("sequences", {"cp": 2})):
         divided_run = replace(run, **divided)

@@ -119,7 +119,7 @@ def test_what_does_not_fit_says_where_and_what_it_would_have_taken(script):
     found = json.loads(result.stdout)
     assert (result.exit_code, found["outcome"], found["steps"]) == (1, "out of memory", 3)
     assert found["where"].startswith("empty.memory_format: ")
-    assert 50 << 30 < found["needed"] < 51 << 30  # also of a card whose context nobody measured
+    assert 50 << 30 < found["needed"] < 51 << 30  # also of a GPU whose context nobody measured
     assert found["peak_allocated"] < 1 << 30
 
 
@@ -165,7 +165,7 @@ def test_a_compiled_script_has_the_time_of_its_fused_kernels(script):
 
 
 def test_compiled_code_may_ask_for_autocast_after_the_ranks_have_met(script):
-    """init_process_group lets Dynamo forget its rules, those of what answers for the card too."""
+    """init_process_group lets Dynamo forget its rules, those of what answers for the GPU too."""
     pytest.importorskip("triton")
     body = """
 from torch.utils.checkpoint import checkpoint
@@ -181,7 +181,7 @@ step()
 
 
 def test_a_library_that_is_imported_later_does_not_hide_triton(script, tmp_path):
-    """The card is hidden from it while it is imported, and torch keeps the first answer to has_triton()."""
+    """The GPU is hidden from it while it is imported, and torch keeps the first answer to has_triton()."""
     pytest.importorskip("triton")
     (tmp_path / "home" / "apex.py").write_text("from torch.utils._triton import has_triton\nFOUND = has_triton()")
     body = """

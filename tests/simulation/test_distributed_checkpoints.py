@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on a simulated card: what is saved can be loaded, and nothing is written."""
+"""torch.distributed.checkpoint on a simulated GPU: what is saved can be loaded, and nothing is written."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Scripts for several cards, run as rank 0 of many: what each engine holds a rank, and nothing left behind."""
+"""Scripts for several GPUs, run as rank 0 of many: what each engine holds a rank, and nothing left behind."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which attention a simulated card runs, and what it takes: torch's own choice, the pinned kernel, flash-attn's.
+"""Which attention a simulated GPU runs, and what it takes: torch's own choice, the pinned kernel, flash-attn's.
 
     B  batch    H  query heads    K  key and value heads    T  positions    D  head size
 """

@@ -59,7 +59,7 @@ def test_a100_operators(some_a100_rows):
 def test_the_records_give_the_rates_again(card, some_t4_rows, some_a100_rows):
     rows = {"T4": some_t4_rows, "A100-80GB": some_a100_rows}[card]
     again, kept = derivation.rates_of(card, derivation.derive(card, rows)), efficiency(card)
-    # From a part of the rows: near, and nearer than any other card's.
+    # From a part of the rows: near, and nearer than any other GPU's.
     assert again.bandwidth == pytest.approx(kept.bandwidth, rel=0.15)
     assert again.dispatch == pytest.approx(kept.dispatch, rel=0.25)
     for dtype, rate in kept.matmul.items():
@@ -86,13 +86,13 @@ def test_views_start_no_kernel_and_repeats_are_read_once():
 
 
 def test_a_card_that_nobody_measured_has_a_time_and_a_wider_interval():
-    run = Training(micro_batch=16, precision="bf16")  # in which no card waits for its host
+    run = Training(micro_batch=16, precision="bf16")  # in which no GPU waits for its host
     config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 50304}
     wide = []
     for gpu in ("A100", "H100", "RTX-4090"):
         report = lab.simulate(config, run, gpu)
         assert report.step_seconds_low < report.step_seconds < report.step_seconds_high and report.mfu
-        wide.append(report.step_seconds / report.step_seconds_low)  # so short a step may be longer, on any card
+        wide.append(report.step_seconds / report.step_seconds_low)  # so short a step may be longer, on any GPU
     assert wide[1] <= wide[0] < 1.05 * wide[1] < wide[2]  # an A100's head is beyond the sizes measured
 
 

@@ -190,7 +190,7 @@ def test_snapshot_is_what_memory_viz_reads(tmp_path):
     assert list(tmp_path.glob("*.tmp")) == []
 
 
-# ---- what the card says of itself
+# ---- what the GPU says of itself
 
 
 def test_the_card_answers_for_itself():
