@@ -437,7 +437,7 @@ def test_what_megatron_hides_of_tensor_parallelism_is_behind_one_product():
             step(spec, replace(each, micro_batch=tokens), "A100", nodes).layer["tensor"] for each in (run, waits)
         )
         once = rates.collective("all-reduce", tokens * 1024 * 1600 * 2, nodes.group(5))
-        weights = [rates.product(width, 1600, tokens * 1024, "bf16") for width in (3 * 1600 // 5, 4 * 1600 // 5)]
+        weights = [rates.matmul(width, 1600, tokens * 1024, "bf16") for width in (3 * 1600 // 5, 4 * 1600 // 5)]
         behind = [min(once, each) for each in weights]
         assert exposed == pytest.approx(4 * once)
         assert hidden == pytest.approx(4 * once - (1 - training_rates()["scale"]["contention"]) * sum(behind))

@@ -192,14 +192,14 @@ def test_eight_bit_adamw_waits_for_its_tables():
 def test_products_are_looked_up_by_their_shapes():
     """A weight's gradient is a product of its own; a shape with few rows takes as long as its weight takes to read."""
     found = kernels("H100")
-    square = found.product(8192, 8192, 8192, "bf16")
+    square = found.matmul(8192, 8192, 8192, "bf16")
     assert square == pytest.approx(2 * 8192**3 / efficiency("H100").matmul["bf16"], rel=0.01)
-    one_row = found.product(1, 8192, 8192, "bf16")
+    one_row = found.matmul(1, 8192, 8192, "bf16")
     assert one_row > 2 * 8192**2 / lab.gpu("H100").bandwidth > 20 * 2 * 8192**2 / efficiency("H100").matmul["bf16"]
     narrow = (1024, 1024, 8192, "bf16")  # below what power leaves
-    slower = kernels("A100-40GB").product(*narrow) / kernels("A100").product(*narrow)
+    slower = kernels("A100-40GB").matmul(*narrow) / kernels("A100").matmul(*narrow)
     assert slower == pytest.approx(270 / 246.33, rel=0.01)  # as large products of torch are
-    assert found.product(64, 64, 64, "fp8") is not None and kernels("T4").product(64, 64, 64, "bf16") is None
+    assert found.matmul(64, 64, 64, "fp8") is not None and kernels("T4").matmul(64, 64, 64, "bf16") is None
 
 
 def test_quantized_and_adapted_layers_take_their_products():

@@ -176,7 +176,7 @@ def test_a_product_on_the_simulated_card_takes_what_it_was_measured_to():
     product = Kernel("aten::mm", "matmul", "bf16", 2 * 4096**3, 6 * 4096**2, (1, 4096, 4096, 4096), 1, False, "")
     h100 = kernels("H100-80GB")
     found = kernel_seconds(product, h100.operators, h100)
-    assert found == h100.product(4096, 4096, 4096, "bf16") > 2 * 4096**3 / lab.gpu("H100-80GB").peak("bf16")
+    assert found == h100.matmul(4096, 4096, 4096, "bf16") > 2 * 4096**3 / lab.gpu("H100-80GB").peak("bf16")
     attention = Kernel("aten::_scaled_dot_product_flash_attention", "attention", "bf16", 0, 0, (32, 4096, 4096, 128, 1),
                        1, False, "")  # fmt: skip
     causal = kernel_seconds(attention, h100.operators, h100)
