@@ -34,7 +34,7 @@ from ..specs.model import model as find_model
 from ..specs.model import models as presets
 from ..specs.run import Training
 from .options import EXIT_CODES, MODEL, changed, cluster_from, cluster_options, run_from, spec_options
-from .plan import add_plan
+from .plan import add_fix, add_plan
 from .run import add_run
 from .serve import add_serve
 
@@ -388,6 +388,7 @@ def _warn(message: Warning | str, category: type[Warning], filename: str, lineno
 
 add_run(cli, _print)
 add_plan(cli, _print)
+add_fix(cli, _print)
 add_serve(cli, _print)
 
 

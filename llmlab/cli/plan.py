@@ -17,7 +17,7 @@ from .options import cluster_from, cluster_options, run_from, spec_options
 
 
 def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
-    """Add both commands to `group`; `show` prints an answer."""
+    """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
         epilog="Exit codes: 0 = a configuration fits; 1 = none fits; 2 = unknown or invalid input; 130 = interrupted "
@@ -65,6 +65,20 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
             raise click.Abort
         return 0 if answer else 1
 
+
+def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
+    """Add the command to `group`; `show` prints an answer."""
+
+    @group.command(
+        epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message or snapshot was explained; "
+        "1 = no single change makes it fit; 2 = unknown or invalid input."
+    )
+    @click.pass_context
+    @click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")
+    @click.option("--gpu", metavar="NAME",
+                  help="GPU (a name listed by `llmlab gpus`), or cpu; required with MODEL.")
+    @cluster_options
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     def fix(context: click.Context, words: tuple[str, ...], gpu: str | None, as_json: bool, **_: Any) -> int:
         """List changes that reduce the memory of a run.
 
@@ -100,21 +114,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         outcomes = {changes.report.outcome, *(lever.report.outcome for lever in changes.levers)}
         return 0 if "fits" in outcomes else 2 if "unknown" in outcomes else 1
 
-    made = group.command(
-        epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message or snapshot was explained; "
-        "1 = no single change makes it fit; 2 = unknown or invalid input."
-    )(
-        click.pass_context(
-            click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")(
-                click.option(
-                    "--gpu", metavar="NAME", help="GPU (a name listed by `llmlab gpus`), or cpu; required with MODEL."
-                )(
-                    cluster_options(click.option("--json", "as_json", is_flag=True, help="Print JSON.")(fix))
-                )
-            )
-        )
-    )
-    made.params += spec_options()
+    fix.params += spec_options()
 
 
 def _field(text: str) -> tuple[str, Any]:

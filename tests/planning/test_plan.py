@@ -168,7 +168,7 @@ def test_where_no_single_card_is_enough_more_of_a_larger_one_are():
     plan = lab.plan("meta-llama/Llama-3.1-70B", "T4", 16, fixed=fixed)
     directions = {each.direction: each.machines for each in plan.nearest}
     found = directions["More GPUs with more memory"]
-    assert "A GPU with more memory" not in directions and found.total > 1 and found.card.memory > lab.gpu("T4").memory
+    assert "A GPU with more memory" not in directions and found.total > 1 and found.gpu.memory > lab.gpu("T4").memory
 
 
 def test_where_the_largest_card_is_too_small_no_smaller_one_is_searched(monkeypatch):

@@ -100,23 +100,21 @@ def inductor_on(gpu: SimulatedGPU) -> Iterator[None]:
             remark(PADDED)
         return padded
 
+    answer = staticmethod(lambda device=None: properties)
+    patches: list[tuple[Any, str, Any]] = [
+        (entry, "compile_fx", compile_fx), (folder, "run", folded), (folder, "_add_peephole_patterns", find_zeros),
+        (padding, "should_pad", should_pad),
+        (utils, "get_device_tflops", lambda dtype: (gpu.gpu.peak(DTYPES.get(dtype, "")) or 0) / 1e12),
+        (utils, "get_gpu_dram_gbps", lambda: gpu.gpu.bandwidth / 1e9),
+        (symbol("torch.utils._triton"), "triton_hash_with_backend", lambda: ""),  # it asks the driver
+        (interface, "get_device_properties", answer), (interface.Worker, "get_device_properties", answer),
+        (interface, "current_device", staticmethod(lambda: 0)),
+    ]  # fmt: skip
     with ExitStack() as stack:
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, value))
-
         _forget()
         stack.callback(_forget)
-        put(entry, "compile_fx", compile_fx)
-        put(folder, "run", folded)
-        put(folder, "_add_peephole_patterns", find_zeros)
-        put(padding, "should_pad", should_pad)
-        put(utils, "get_device_tflops", lambda dtype: (gpu.gpu.peak(DTYPES.get(dtype, "")) or 0) / 1e12)
-        put(utils, "get_gpu_dram_gbps", lambda: gpu.gpu.bandwidth / 1e9)
-        put(symbol("torch.utils._triton"), "triton_hash_with_backend", lambda: "")  # it asks the driver
-        for owner in (interface, interface.Worker):
-            put(owner, "get_device_properties", staticmethod(lambda device=None: properties))
-        put(interface, "current_device", staticmethod(lambda: 0))
+        for owner, name, value in patches:
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 
