@@ -128,7 +128,7 @@ TURNED_OFF = {  # the argument of an option that is False
 ELSEWHERE = {  # options that today's Megatron-LM has no argument for, with their defaults
     "distributed_fused_adam": (None, "is NeMo 1's: Megatron-LM has no such argument"),
     "deepspeed": (False, "is Megatron-DeepSpeed, which has other arguments"),
-    "async_tensor_model_parallel_allreduce": (True, "is of older releases: Megatron-LM has no such argument today"),
+    "async_tensor_model_parallel_allreduce": (True, "is of older releases: Megatron-LM of today has no such argument"),
 }
 
 
