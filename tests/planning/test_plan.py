@@ -182,7 +182,7 @@ def test_where_the_largest_card_is_too_small_no_smaller_one_is_searched(monkeypa
     whole = {"zero": 0, "tp": 1, "pp": 1}  # of a 70B on each GPU
     plan = lab.plan("meta-llama/Llama-3.1-70B", "T4", 8, fixed=whole, executor=NotSimulated("Not here."))
     assert {each.direction for each in plan.nearest} == {"A smaller model"}
-    larger = [where.card for where in asked if where.card.name != "T4"]
+    larger = [where.gpu for where in asked if where.gpu.name != "T4"]
     assert larger and all(card.memory > lab.gpu("B200").memory for card in larger)
 
 
@@ -208,7 +208,7 @@ def test_a_deadline_that_nobody_meets_is_said_with_the_fastest():
 @pytest.mark.parametrize(("text", "counts"), [("T4", (1, 1)), ("8xT4", (1, 8)), ("2x4xT4", (2, 4)), ("16xT4", (2, 8))])
 def test_machines_are_read(text, counts):
     found = machines(text)
-    assert (found.nodes, found.per_node) == counts and found.card.name == "T4"
+    assert (found.nodes, found.per_node) == counts and found.gpu.name == "T4"
 
 
 @pytest.mark.parametrize(("text", "name"), [("2x4090", "2xRTX-4090"), ("2 X 24gb", "2x24GB"), ("4090", "1xRTX-4090")])

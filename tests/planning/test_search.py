@@ -34,7 +34,7 @@ def everything(question, where):
                 run = lab.Training(**{**shape, **share})
                 if not question.stack.own_program:
                     program(question.spec, run)
-                report, fit = assessed(question.spec, run, where.card, where.cluster)
+                report, fit = assessed(question.spec, run, where.gpu, where.cluster)
             except SpecError:
                 continue
             if fit.outcome != "out of memory":
@@ -95,7 +95,7 @@ def test_states_alone_cut_what_no_micro_batch_makes_fit():
     assert list(search) == [] and search.tried == 0
     assert search.cuts[STATES] > 0 and search.cuts[HOST] > 0
     assert not everything(replace(question, fixed={"offload": None}), where)
-    host = host_of(where.card)
+    host = host_of(where.gpu)
     assert 12 * question.spec.parameters > host.memory / host.gpus  # bytes of fp32 copies and two moments
 
 
