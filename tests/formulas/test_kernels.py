@@ -121,16 +121,15 @@ def test_cards_of_another_chip_have_another_limit():
         assert found.sustained == 1 and 2 * 8192**3 / found.matmul(*SQUARE) == pytest.approx(found.reached, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("card", "base"),
-    [("A100-40GB", "A100-80GB"), ("RTX-3090", "A100-80GB"), ("RTX-4090", "L40S"), ("L4", "L40S"), ("H20", "H100-80GB"),
-     ("H800-80GB", "H100-80GB"), ("V100-32GB", "A100-80GB"),
-     ("RTX-5090", "RTX-PRO-6000"), ("RTX-5080", "RTX-PRO-6000"), ("RTX-4070-Ti-SUPER", "L40S"), ("A30", "A100-80GB"),
-     ("A40", "A100-80GB"), ("B200", "B200"), ("H200", "H200")],
-)  # fmt: skip
-def test_grids_are_transferred_from_the_card_that_is_most_like_it(card, base):
-    found = kernels(card)
-    assert (found.base.name, found.kind) == (base, "measured" if card == base else "transferred")
+def test_grids_are_transferred_from_the_most_similar_gpu_that_was_measured():
+    """Of the same compute capability if there is one, and of the nearest bandwidth among several."""
+    measured = [lab.gpu(name) for name in training_rates()["measured"]]
+    for card in lab.gpus():
+        base = kernels(card).base
+        if alike := [gpu for gpu in measured if gpu.compute_capability == card.compute_capability]:
+            nearest = min(abs(gpu.bandwidth - card.bandwidth) for gpu in alike)
+            assert base.name == card.name or (base in alike and abs(base.bandwidth - card.bandwidth) == nearest)
+        assert base == card or kernels(card).kind == "transferred"
 
 
 def test_a_transferred_product_is_scaled_by_what_binds_it():
@@ -376,35 +375,18 @@ def test_a_mi350x_multiplies_as_a_mi355x_at_its_own_peak():
     assert slow.matmul(*SQUARE) > fast.matmul(*SQUARE) and "large matmuls at 1435" in slow.origin
 
 
-def test_torch_on_a_mi300x_reaches_what_was_measured_there():
-    """Products by what torch reaches as it comes; attention by SDPA, whose backward pass is slow there, or by
-    Composable Kernel, which Transformer Engine and FlashAttention have."""
-    found, run = kernels("MI300X"), Training(micro_batch=1, seq_len=8192, dp=8, precision="mixed-bf16", compile=True)
-    assert 2 * 8192**3 / found.matmul(*SQUARE) == pytest.approx(546.4e12, rel=0.01)
-    rates = [8192**2 * 4096 * 2 / found.attention(1, 32, 8192, 128, name, "bf16") for name in ("flash", "ck")]
-    assert rates == pytest.approx([226.2e12, 346.4e12], rel=0.01)
-    assert kernels("H100").backward("flash") < found.backward("ck") == pytest.approx(2.5 * 346.4 / 203.8)
-    assert found.backward("flash") == pytest.approx(2.5 * 226.2 / 90.2)
-    narrow = 2 * 576 * 1024**2 * 64 / found.attention(48, 12, 1024, 64, "flash", "bf16")
-    assert narrow == pytest.approx(113.7e12, rel=0.01)
-    assert found.backward("flash", 64) == pytest.approx(2.414 / 0.680, rel=0.001)
-    assert found.backward("ck", 64) == found.backward("ck")  # of Composable Kernel's nobody published that
-    sources = lab.estimate("Llama-3.1-8B", run, "MI300X").time_sources
-    assert "SDPA at 226 TFLOP/s" in sources["attention"] and "in fp8 as much more" in sources["products"]
+def test_attention_on_a_mi300x_is_sdpa_or_the_faster_composable_kernel():
+    """SDPA's backward pass is slow there. Transformer Engine and FlashAttention have Composable Kernel."""
+    rates, run = kernels("MI300X"), Training(micro_batch=1, seq_len=8192, dp=8, precision="mixed-bf16", compile=True)
+    sdpa, ck = (rates.attention(1, 32, 8192, 128, name, "bf16") for name in ("flash", "ck"))
+    assert 1.3 < sdpa / ck < 2 and rates.backward("flash") > rates.backward("ck") > kernels("H100").backward("flash")
+    assert 2 * rates.attention(1, 32, 8192, 64, "flash", "bf16") > 1.5 * sdpa  # narrow heads are slower
     megatron = replace(run, compile=False, stack="megatron")
     titan = replace(run, attention="flash", stack="torchtitan")  # FlashAttention of SDPA
     runs = run, titan, replace(run, attention="flash"), megatron
-    assert [fastest_kernel(each, "flash", found.card) for each in runs] == ["flash", "flash", "ck", "ck"]
+    assert [fastest_kernel(each, "flash", rates.card) for each in runs] == ["flash", "flash", "ck", "ck"]
     assert fastest_kernel(megatron, "flash", lab.gpu("H100")) == "cudnn"
-    assert kernels("MI355X").attention(1, 32, 8192, 128, "flash", "bf16") < 0.5 * found.attention(
-        1, 32, 8192, 128, "flash", "bf16"
-    )
-
-
-def test_one_source_of_amds_cards_makes_no_narrow_interval():
-    """Torch on a MI300X is known by three rows of one source, which say nothing of another library or card."""
-    spread = training_rates()["spread"]
-    assert spread["AMD"] >= spread["data sheet"] > spread["transferred"] > spread["measured"]
+    assert kernels("MI355X").attention(1, 32, 8192, 128, "flash", "bf16") < 0.5 * sdpa
 
 
 def test_one_enumeration_of_products_for_flop_and_for_time():
@@ -572,19 +554,13 @@ def test_the_table_of_a_steps_time_says_where_each_rate_is_from():
     assert lab.Report.from_json(report.to_json()) == report
 
 
-def test_what_is_outside_of_what_was_measured_is_said_of_the_part_that_it_is():
+def test_the_share_that_is_extrapolated_is_said():
+    """The head's matmul, from 2,048 to 128,256 columns, then the MLP's too: 8,192 rows were measured on an A100."""
     run = lab.Training(micro_batch=16, seq_len=1024, precision="bf16", attention="flash")
-    # The head's, from 2,048 to 128,256; then the MLP's too, of 16,384 rows to 14,336: of an A100 8,192 were measured.
-    names, said = ("meta-llama/Llama-3.2-1B", "Llama-3.1-8B"), []
-    for name in names:
-        said.append(lab.estimate(name, run, "A100").time_sources["products"].split("; ")[1])
-        assert said[-1].endswith("% of it extrapolated beyond the measured sizes")
-    assert int(said[0].split("%")[0]) < 25 < int(said[1].split("%")[0]) < 60
-    assert "beyond" not in lab.estimate("Llama-2-7b-hf", run, "H100").time_sources["products"]
-    eager = lab.estimate("meta-llama/Llama-3.2-1B", replace(run, attention="eager"), "A100").time_sources
-    assert eager["attention"] == f"its matmuls: {eager['products']}"
-    wide = lab.estimate("meta-llama/Llama-3.2-1B", lab.Training(), "A100").time_sources
-    assert "fp32 was not measured" in wide["attention"] and "fp32 was not measured" in wide["products"]
+    texts = [lab.estimate(name, run, "A100").time_sources["products"] for name in ("Llama-3.2-1B", "Llama-3.1-8B")]
+    one, eight = (int(text.split("; ")[1].split("%")[0]) for text in texts)
+    assert 0 < one < 25 < eight < 60
+    assert "extrapolated" not in lab.estimate("Llama-2-7b-hf", run, "H100").time_sources["products"]
 
 
 def test_ligers_loss_multiplies_and_casts_the_heads_weight_once_a_chunk():
