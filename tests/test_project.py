@@ -337,5 +337,5 @@ def test_no_file_names_a_path_of_one_machine():
     # Built here so that this file does not hold what it looks for.
     machine = re.compile(r"(?<![\w.])/(?:" + "|".join(["home/[a-z]", "root/[.a-z]", "work/[a-z]", "Users/[a-z]"]) + ")")
     for path in text_files():
-        found = machine.search(path.read_text(encoding="utf-8", errors="replace"))
-        assert found is None, f"{path.relative_to(ROOT)}: {found[0]}"
+        rows = machine.search(path.read_text(encoding="utf-8", errors="replace"))
+        assert rows is None, f"{path.relative_to(ROOT)}: {rows[0]}"

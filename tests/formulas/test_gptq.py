@@ -102,9 +102,9 @@ def test_blocks_linears_are_packed_and_the_rest_is_as_it_was_loaded(precision, w
     spec = lab.model({**LLAMA, "attention_bias": True})
     packed = sum(sum(gptq.tensors(each.inputs, each.outputs, width)) * each.count for each in spec.block_linears)
     rest = spec.parameters - spec.block_linear_elements
-    held = states(spec, replace(RUN, precision=precision))
-    assert held.trained == 4 * 8 * (512 + 512 + 512 + 256)
-    assert held.weights == packed + width * rest + 4 * held.trained
+    sizes = states(spec, replace(RUN, precision=precision))
+    assert sizes.trained == 4 * 8 * (512 + 512 + 512 + 256)
+    assert sizes.weights == packed + width * rest + 4 * sizes.trained
 
 
 @pytest.mark.parametrize(("width", "compute"), [(2, 2), (4, 2), (4, 4)])

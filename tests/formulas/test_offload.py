@@ -100,13 +100,13 @@ def step(run=RUN, card=A100, **where):
 
 
 def test_the_slowest_of_what_runs_side_by_side_counts():
-    found = step()
-    assert found.down < found.backward and found.up < found.adam
-    assert found.seconds == pytest.approx(found.compute + found.adam)
-    assert found.waiting == pytest.approx(found.adam)
+    timed = step()
+    assert timed.down < timed.backward and timed.up < timed.adam
+    assert timed.seconds == pytest.approx(timed.compute + timed.adam)
+    assert timed.waiting == pytest.approx(timed.adam)
     short = step(changed(micro_batch=1, seq_len=256))  # too few tokens to hide behind
     assert short.seconds == pytest.approx(short.forward + short.down + short.adam)
-    assert lab.estimate(LLAMA, RUN, A100).step_seconds == pytest.approx(found.seconds)
+    assert lab.estimate(LLAMA, RUN, A100).step_seconds == pytest.approx(timed.seconds)
 
 
 def test_eight_gpus_with_zero_wait_an_eighth():

@@ -10,8 +10,8 @@ def test_a_right_answer_is_within_the_tolerance(capsys):
 
 def test_a_wrong_answer_gets_the_direction_and_the_hint_but_not_the_truth(capsys):
     assert check_answer(50, 123.4, "GB", hint="Count the master copy.") is False
-    said = capsys.readouterr().out
-    assert "too small" in said and "master copy" in said and "123" not in said
+    output = capsys.readouterr().out
+    assert "too small" in output and "master copy" in output and "123" not in output
 
 
 def test_no_answer_asks_for_one(capsys):

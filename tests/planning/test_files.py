@@ -500,8 +500,8 @@ def test_a_written_script_takes_the_memory_that_was_predicted(tmp_path, monkeypa
     written(tmp_path / "out", run, f"{run.dp}xA100-40GB", short)
     monkeypatch.chdir(tmp_path / "out")
     words = ["run", "--gpu", "A100-40GB", "--json", "--steps", "2", "--world-size", str(run.dp), "train.py"]
-    found = json.loads(CliRunner().invoke(cli, [*words, "--lr", "1e-4"]).stdout)
-    assert found["peak_allocated"] == pytest.approx(lab.simulate(short, run, "A100-40GB").peak_allocated, rel=0.05)
+    data = json.loads(CliRunner().invoke(cli, [*words, "--lr", "1e-4"]).stdout)
+    assert data["peak_allocated"] == pytest.approx(lab.simulate(short, run, "A100-40GB").peak_allocated, rel=0.05)
 
 
 def test_the_command_line_reads_the_four_files(tmp_path):

@@ -25,12 +25,12 @@ OLD = (
 
 def test_levers_are_sorted_by_price_and_each_is_its_estimate():
     run = lab.Training(micro_batch=8, seq_len=1024)
-    found = lab.fix("gpt2", run, "T4")
-    assert found.report == lab.estimate("gpt2", run, "T4")
-    assert [lever.price for lever in found.levers] == sorted(lever.price for lever in found.levers)
-    for lever in found.levers:
+    changes = lab.fix("gpt2", run, "T4")
+    assert changes.report == lab.estimate("gpt2", run, "T4")
+    assert [lever.price for lever in changes.levers] == sorted(lever.price for lever in changes.levers)
+    for lever in changes.levers:
         assert lever.report == lab.estimate("gpt2", lever.run, "T4")
-        assert lever.saves == found.report.peak_allocated - lever.report.peak_allocated > 0
+        assert lever.saves == changes.report.peak_allocated - lever.report.peak_allocated > 0
 
 
 def test_each_lever_leads_to_its_chapter():

@@ -124,8 +124,8 @@ def peak():
         def measured(call):
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            kept = call()
-            assert kept is not None
+            result = call()
+            assert result is not None
             return torch.cuda.max_memory_allocated() - before
 
         yield measured

@@ -46,8 +46,8 @@ def peak(run: Callable[[], Any]) -> int:
     """Bytes that `run` had at most above where it began; what it returns is alive until then."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    kept = run()
-    del kept
+    result = run()
+    del result
     return torch.cuda.max_memory_allocated() - before
 
 

@@ -286,9 +286,9 @@ def test_the_formula_moves_the_bytes_that_the_operators_do(name, checkpointing):
     def both(config):
         log = recorded(config, run, "A100-80GB").operators
         simulated = sum(kernel.bytes for kernel in log if not kernel.flops and kernel.phase != "optimizer")
-        found = moved(lab.model(config), run, lab.gpu("A100-80GB"))
+        traffic = moved(lab.model(config), run, lab.gpu("A100-80GB"))
         strided = sum(kernel.bytes for kernel in log if kernel.kind == "strided")
-        return simulated, found.blocks + found.loss, strided, found.strided
+        return simulated, traffic.blocks + traffic.loss, strided, traffic.strided
 
     one, two = (both({**config, layers: n}) for n in (1, 2))  # a layer more: neither logits nor weights
     simulated, formula, strided, gaps = (more - less for more, less in zip(two, one, strict=True))

@@ -120,7 +120,7 @@ def test_plan_and_fix_refuse_what_they_do_not_know_by_name():
 
 
 def test_the_command_line_takes_a_method():
-    found = CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", "--method", "dpo", "--json"])
-    assert '"method": "dpo"' in found.output and found.exit_code == 0
+    result = CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", "--method", "dpo", "--json"])
+    assert '"method": "dpo"' in result.output and result.exit_code == 0
     words = ["--method", "grpo", "--completion-len", "8", "--generations", "1", "--json"]
     assert '"completion_len": 8' in CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", *words]).output

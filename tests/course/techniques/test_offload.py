@@ -269,10 +269,10 @@ def test_weights_stay_where_they_are(tmp_path):
 @pytest.mark.parametrize("engine", ["torch", "scratch", "files"])
 def test_the_program_prints_losses_and_bytes(engine, capsys):
     main(["--engine", engine, "--steps", "1", "--precision", "mixed-bf16", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["losses"]) == 1 and found["device"]["weights"] == 2 * PARAMETERS
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["losses"]) == 1 and data["device"]["weights"] == 2 * PARAMETERS
     where = {"torch": "device", "scratch": "host", "files": "files"}[engine]
-    assert found[where]["states"] == 12 * PARAMETERS
+    assert data[where]["states"] == 12 * PARAMETERS
     main(["--engine", engine, "--steps", "1"])
     assert "nats a token" in capsys.readouterr().out
 
@@ -291,8 +291,8 @@ def test_what_cannot_be_run_ends_with_2_and_one_line(arguments, words, capsys):
         pytest.importorskip("deepspeed", reason="the distributed extra")
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and words in said and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and words in errors and errors.count("\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore:a copy to the host")  # fake tensors have no values to copy
