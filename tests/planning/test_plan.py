@@ -205,17 +205,6 @@ def test_a_deadline_that_nobody_meets_is_said_with_the_fastest():
     assert 10**10 / more.report.tokens_per_second <= 86_400 and plan.cuts["take too long"] > 0
 
 
-@pytest.mark.parametrize(("text", "counts"), [("T4", (1, 1)), ("8xT4", (1, 8)), ("2x4xT4", (2, 4)), ("16xT4", (2, 8))])
-def test_machines_are_read(text, counts):
-    found = machines(text)
-    assert (found.nodes, found.per_node) == counts and found.gpu.name == "T4"
-
-
-@pytest.mark.parametrize(("text", "name"), [("2x4090", "2xRTX-4090"), ("2 X 24gb", "2x24GB"), ("4090", "1xRTX-4090")])
-def test_a_gpu_s_name_may_begin_with_a_digit(text, name):
-    assert str(machines(text)) == name
-
-
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
