@@ -17,7 +17,7 @@ def test_gpus_of_a_host_share_its_bandwidth_and_reach_it_over_pcie(machine):
         assert host_of(name) is usual_host(name) is machine
         device, reached = lab.gpu(name), to_host(name)
         assert 0.5 * device.pcie < reached < device.pcie
-        assert 1e9 < to_host(name, pinned=False) < reached  # through a buffer of the driver
+        assert 3e9 < to_host(name, pinned=False) < reached  # through a buffer of the driver
 
 
 def test_each_generation_of_pcie_is_faster():
