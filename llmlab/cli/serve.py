@@ -131,10 +131,10 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
         show(deployment_table(options))
         card = find_gpu(options[0].point.gpu)
         level = service.rate, limits["ttft"], limits["tpot"]
-        split = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, card)
-        if split:
-            gpus = f"{split.prefill} GPUs for prompts and {split.decode} for answers (tp={split.tp})"
-            times = f"TTFT {show_seconds(split.ttft)}, TPOT {show_seconds(split.tpot)}"
+        apart = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, card)
+        if apart:
+            gpus = f"{apart.prefill} GPUs for prompts and {apart.decode} for answers (tp={apart.tp})"
+            times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
             show(f"With prefill and decode on separate {card.name}: {gpus}, {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")

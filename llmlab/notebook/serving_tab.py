@@ -66,8 +66,8 @@ def _number(name: str, text: str) -> float:
 def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
     """Return what the page shows of a served model. Raises SpecError for what cannot be served."""
     source, called = model_of(state["model"])
-    gpu, service = find_gpu(state["gpu"]), service_of(state)
-    report = served(find_model(source), service, gpu)
+    card, service = find_gpu(state["gpu"]), service_of(state)
+    report = served(find_model(source), service, card)
     memory = report.memory
     sizes = {part: max(0, getattr(memory, field)) for part, field in PARTS.items()}
     peak = sum(sizes.values())
@@ -75,7 +75,7 @@ def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
         "outcome": report.outcome,
         "headline": _headline(report),
         "peak": peak,
-        "capacity": gpu.memory,
+        "capacity": card.memory,
         "least": peak,
         "most": peak,
         "parts": [[part, size, show_bytes(size)] for part, size in sizes.items()],
@@ -83,8 +83,8 @@ def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
         "seconds": None,
         "figures": _figures(report),
         "notes": list(report.notes),
-        "python": _python(called, service, gpu),
-        "cli": _command(called, service, gpu),
+        "python": _python(called, service, card),
+        "cli": _command(called, service, card),
         "configs": {},
         "levers": [],
         "report": report.to_dict(),
@@ -127,13 +127,13 @@ def _given(service: Service) -> dict[str, Any]:
     }
 
 
-def _python(called: str, service: Service, gpu: GPU) -> str:
+def _python(called: str, service: Service, card: GPU) -> str:
     words = ", ".join(f"{name}={value!r}" for name, value in _given(service).items())
-    call = f'print(lab.serve("{called}", service, "{gpu.name}"))'
+    call = f'print(lab.serve("{called}", service, "{card.name}"))'
     return f"import llmlab as lab\n\nservice = lab.Service({words})\n{call}"
 
 
-def _command(called: str, service: Service, gpu: GPU) -> str:
-    words = [f"llmlab serve {called} --gpu {gpu.name}"]
+def _command(called: str, service: Service, card: GPU) -> str:
+    words = [f"llmlab serve {called} --gpu {card.name}"]
     words += [f"--{name.replace('_', '-')} {value}" for name, value in _given(service).items()]
     return " ".join(words)
