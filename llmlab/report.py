@@ -272,9 +272,9 @@ class Comparison(Tabular):
         """Return one sentence for each run after the first: by how much its memory differs, and in which parts."""
         known = [(name, report) for name, report in zip(self.names, self.reports, strict=True)
                  if report.peak_allocated is not None]  # fmt: skip
-        (first_name, first), *others = [each for each in known if each[1].source == known[0][1].source]
+        (first_name, first), *rest = [pair for pair in known if pair[1].source == known[0][1].source]
         sentences = []
-        for name, report in others:
+        for name, report in rest:
             change = (report.peak_allocated or 0) - (first.peak_allocated or 0)
             parts = {part: report.parts.get(part, 0) - first.parts.get(part, 0) for part in PARTS}
             most = sorted((part for part in PARTS if parts[part]), key=lambda part: -abs(parts[part]))[:3]
