@@ -272,19 +272,19 @@ class Comparison(Tabular):
         """Return one sentence for each run after the first: by how much its memory differs, and in which parts."""
         known = [(name, report) for name, report in zip(self.names, self.reports, strict=True)
                  if report.peak_allocated is not None]  # fmt: skip
-        (first_name, first), *others = [each for each in known if each[1].source == known[0][1].source]
+        (first_name, first), *rest = [pair for pair in known if pair[1].source == known[0][1].source]
         sentences = []
-        for name, report in others:
-            apart = (report.peak_allocated or 0) - (first.peak_allocated or 0)
+        for name, report in rest:
+            change = (report.peak_allocated or 0) - (first.peak_allocated or 0)
             parts = {part: report.parts.get(part, 0) - first.parts.get(part, 0) for part in PARTS}
             most = sorted((part for part in PARTS if parts[part]), key=lambda part: -abs(parts[part]))[:3]
             by = ", ".join(f"{part} {_signed(parts[part])}" for part in most)
             time, least = report.step_seconds, first.step_seconds
             slower = f"; its step takes {time / least:.2f} times as long" if time and least else ""
-            if not apart:
+            if not change:
                 sentences.append(f"{name} needs as much memory as {first_name}{slower}.")
                 continue
-            difference = f"{show_bytes(abs(apart))} {'less' if apart < 0 else 'more'} than"
+            difference = f"{show_bytes(abs(change))} {'less' if change < 0 else 'more'} than"
             sentences.append(f"{name} needs {difference} {first_name}: {by}{slower}.")
         return sentences
 
@@ -391,8 +391,8 @@ def summary(run: Run) -> str:
         words = [run.precision, run.optimizer, f"{run.micro_batch} × {run.seq_len} tokens"]
         if run.lora:
             words.append(f"LoRA of rank {run.lora.rank} on {' and '.join(run.lora.targets)}")
-    others = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in shown}
-    words += [name if value is True else f"{name}={value}" for name, value in others.items()
+    options = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in shown}
+    words += [name if value is True else f"{name}={value}" for name, value in options.items()
               if value != getattr(type(run), name)]  # fmt: skip
     return ", ".join(words)
 

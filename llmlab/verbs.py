@@ -238,11 +238,11 @@ def compare(
 
 
 def _across(
-    model: ModelLike, run: Training, card: GPU | str, cluster: Cluster | None, stacks: Sequence[StackOptions | str]
+    model: ModelLike, run: Training, gpu: GPU | str, cluster: Cluster | None, stacks: Sequence[StackOptions | str]
 ) -> Comparison:
     """Return the predictions of `run` with each of `stacks`."""
     runs = [replace(run, stack=stack) for stack in stacks]
-    return Comparison(tuple(report for each in runs for report in _predicted(model, each, card, cluster)))
+    return Comparison(tuple(report for stack_run in runs for report in _predicted(model, stack_run, gpu, cluster)))
 
 
 def plan(
@@ -304,7 +304,7 @@ def write(model: ModelLike, run: Training, gpus: str, folder: str | os.PathLike[
     from .planning.machines import machines
 
     where = machines(gpus)
-    return write_files(find_model(model), run, where.card.name, where.nodes, where.per_node, folder, force)
+    return write_files(find_model(model), run, where.gpu.name, where.nodes, where.per_node, folder, force)
 
 
 @overload
@@ -345,8 +345,8 @@ def fix(
     if isinstance(run, Training) and run.objective.generates:
         raise SpecError(f"fix with method={run.method!r}: no lever knows the phase that generates; give the run as "
                         "method='sft', or ask lab.estimate for each change")  # fmt: skip
-    found = fixed(model, run, gpu, cluster, derived)
-    return replace(found, report=_assuming(found.report, find_model(model), run, gpu))
+    changes = fixed(model, run, gpu, cluster, derived)
+    return replace(changes, report=_assuming(changes.report, find_model(model), run, gpu))
 
 
 def solve(
@@ -364,8 +364,8 @@ def solve(
     from .planning.solve import solved
 
     spec = find_model(model)
-    found = solved(spec, run, None if gpu is None else find_gpu(gpu), name, simulate)
-    return replace(found, notes=(*found.notes, *_assumptions(spec, found.run or run, gpu)))
+    solution = solved(spec, run, None if gpu is None else find_gpu(gpu), name, simulate)
+    return replace(solution, notes=(*solution.notes, *_assumptions(spec, solution.run or run, gpu)))
 
 
 def _assuming(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str | None) -> Report:
@@ -399,10 +399,10 @@ def _with_generation(report: Report, spec: ModelSpec, run: Run, gpu: GPU | str |
     return with_generation(report, spec, run, find_gpu(gpu))
 
 
-def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:
+def _predicted(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:
     """Return the estimate and the simulation; without a simulation, the estimate with a note that says why."""
-    formulas = estimate(model, run, card, cluster)
+    formulas = estimate(model, run, gpu, cluster)
     try:
-        return formulas, simulate(model, run, card)
+        return formulas, simulate(model, run, gpu)
     except NotAvailable as error:
         return (replace(formulas, notes=(*formulas.notes, Note("not-simulated", f"There is no simulation: {error}."))),)

@@ -52,6 +52,23 @@ def patient_ranks():
         yield
 
 
+@pytest.fixture
+def agree():
+    """Return a function that asserts that estimate and simulate agree on the peak of a run, and on some of its phases,
+    and returns both reports."""
+
+    def agree(model, run, gpu="A100-80GB", rel=0.02, **phases):
+        import llmlab as lab
+
+        estimate, simulation = lab.estimate(model, run, gpu), lab.simulate(model, run, gpu)
+        assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=rel)
+        for phase, of_phase in phases.items():
+            assert estimate.phases[phase] == pytest.approx(simulation.phases[phase], rel=of_phase)
+        return estimate, simulation
+
+    return agree
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Torch on one thread: tests run beside each other on few cores, and sums are in the same order every time."""

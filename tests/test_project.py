@@ -123,7 +123,7 @@ def test_the_gpu_workflow_runs_the_cuda_tests_and_the_notebooks_on_a_pretended_t
     pretended = [entry.get("pretend") for entry in job["strategy"]["matrix"]["include"]]
     assert pretended == [None, None, "t4"]
     assert steps["gpu-notebooks"]["env"] == {"LLMLAB_AS": "${{ matrix.pretend }}"}
-    for target in ("unit", "records"):  # records are of real cards, and tests set LLMLAB_AS themselves
+    for target in ("unit", "records"):  # records are of real GPUs, and tests set LLMLAB_AS themselves
         assert steps[target]["if"] == "${{ !matrix.pretend }}" and "env" not in steps[target]
 
 
@@ -337,5 +337,5 @@ def test_no_file_names_a_path_of_one_machine():
     # Built here so that this file does not hold what it looks for.
     machine = re.compile(r"(?<![\w.])/(?:" + "|".join(["home/[a-z]", "root/[.a-z]", "work/[a-z]", "Users/[a-z]"]) + ")")
     for path in text_files():
-        found = machine.search(path.read_text(encoding="utf-8", errors="replace"))
-        assert found is None, f"{path.relative_to(ROOT)}: {found[0]}"
+        rows = machine.search(path.read_text(encoding="utf-8", errors="replace"))
+        assert rows is None, f"{path.relative_to(ROOT)}: {rows[0]}"

@@ -2,6 +2,9 @@
 
 torch keeps the version in the file; to change it, edit that line and run this again. CUDA's packages (nvidia-*, cuda-*,
 triton) are not pinned: torch itself requires exact versions of them, and a CPU build of torch requires none.
+
+uv resolves the versions. Its own uv.lock would not do, because only uv reads it: constraints.txt also serves pip, on
+Colab and with another build of torch.
 """
 
 from __future__ import annotations

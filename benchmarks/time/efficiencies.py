@@ -276,7 +276,7 @@ def derive_h100() -> dict[str, float]:
     bandwidth is the share of the data sheet that the other cards reach."""
     published = figure("flash-attention-3-forward").values
     attention = float(np.mean([value for name, value in published.items() if name.startswith("FlashAttention-2")]))
-    product = kernels("H100-80GB").product(8192, 8192, 8192, "bf16")
+    product = kernels("H100-80GB").matmul(8192, 8192, 8192, "bf16")
     assert product
     bandwidth = training_rates()["share"]["bandwidth"] * gpu("H100-80GB").bandwidth
     return {"bandwidth": bandwidth, "matmul.bf16": 2 * 8192**3 / product, "attention.bf16": attention}

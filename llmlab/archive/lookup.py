@@ -118,7 +118,7 @@ def _card_name(name: str) -> str:
     try:
         return find_gpu(name).name
     except UnknownName:
-        return name  # a card that is not in the table keeps the name its driver gives it
+        return name  # a GPU that is not in the table keeps the name its driver gives it
 
 
 def recorded_gpu(report: Report) -> str:

@@ -73,7 +73,7 @@ def operator_records(
 
 
 def swept(records: Iterable[OperatorRecord]) -> list[tuple[OperatorRecord, OperatorRecord]]:
-    """Return (with what the kernel chooses, with the fastest setting) for each kernel, pass, size and card swept."""
+    """Return (with what the kernel chooses, with the fastest setting) for each kernel, pass, size and GPU swept."""
     groups: dict[tuple, list[OperatorRecord]] = {}
     for one in records:
         groups.setdefault((one.gpu, one.operator, one.mode, one.dtype, *sorted(one.sizes.items())), []).append(one)

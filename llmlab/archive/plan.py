@@ -42,7 +42,7 @@ def _memory_anatomy() -> list[Item]:
                 micro_batch=4, seq_len=1024, precision=precision, attention=attention, checkpointing=checkpointing
             )
             runs.append(("gpt2", run))
-    # Other sizes and the Llama family, up to what fills a card: 16 bytes per parameter before any activation.
+    # Other sizes and the Llama family, up to what fills a GPU: 16 bytes per parameter before any activation.
     small = ("openai-community/gpt2-medium", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-360M")
     large = ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B")
     for model in small + large:
@@ -63,7 +63,7 @@ def _memory_anatomy() -> list[Item]:
 
 
 def _flops_and_time() -> list[Item]:
-    """Steps of sizes that people train on one large card: methods, lengths, kernels, compiled and not."""
+    """Steps of sizes that people train on one large GPU: methods, lengths, kernels, compiled and not."""
     llama, llama3, llama8 = (f"meta-llama/Llama-3.{size}" for size in ("2-1B", "2-3B", "1-8B"))
     qwen, qwen7, qwen14, smol = "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B", "HuggingFaceTB/SmolLM2-1.7B"
     linears = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -115,7 +115,7 @@ def _flops_and_time() -> list[Item]:
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", Training(micro_batch=2, seq_len=1024)),
         (llama8, half(micro_batch=2, seq_len=2048, lora=adapters, compile=True)),
     ]
-    # The other half of a card's work: a prompt, and one token after another.
+    # The other half of a GPU's work: a prompt, and one token after another.
     for model in (llama, llama8):
         for batch in (1, 16):
             runs.append((model, Inference(batch=batch, prompt_len=1024, new_tokens=64, weights="bf16", kv="bf16")))

@@ -15,7 +15,7 @@ class Figure:
     """One published figure, or one small table of them.
 
     `values` maps a label to a number in `unit` (sizes in bytes, times in s, rates in FLOP/s or tokens/s). `gpu` is the
-    card as the source names it, None where it names none or several. `formula` is given where the source gives one;
+    GPU as the source names it, None where it names none or several. `formula` is given where the source gives one;
     its coefficients are then the values. `notes` says what the source does not state and what was converted.
     """
 

@@ -255,7 +255,7 @@ OPTIONAL = frozenset((
     "safetensors.torch._flatten_as_ptr",  # older: _flatten
     "torch.accelerator.get_memory_info",  # since torch 2.10; nothing of torch's own asks for it before
     "torch.utils.checkpoint._sac_storage_key",  # torch 2.13; before it what is not stored is computed
-    # Older beam search has no such methods. It branches on the card's values, which the simulator refuses by itself.
+    # Older beam search has no such methods. It branches on the GPU's values, which the simulator refuses by itself.
     "transformers.generation.utils.GenerationMixin._beam_search_has_unfinished_sequences",
     "transformers.generation.utils.GenerationMixin._update_finished_beams",
     "transformers.masking_utils.is_tracing",  # before transformers 5 no fake tensor counts as traced
@@ -366,8 +366,8 @@ try:
     set_warn_deprecated_on_mutable_data_ptr = C._set_warn_deprecated_on_mutable_data_ptr
     storage_use_count = C._storage_Use_Count
 except ImportError as error:  # of `from MODULE import NAME`, or of a module that is gone
-    found = re.match(r"cannot import name '(\w+)'", str(error))
-    raise lacks("torch", f"{error.name}.{found[1]}" if found else str(error.name)) from error
+    match = re.match(r"cannot import name '(\w+)'", str(error))
+    raise lacks("torch", f"{error.name}.{match[1]}" if match else str(error.name)) from error
 except AttributeError as error:
     raise lacks("torch", f"{getattr(error.obj, '__name__', 'torch')}.{error.name}") from error
 

@@ -14,7 +14,7 @@ OURS = os.path.dirname(os.path.dirname(__file__))
 def is_library(file: str) -> bool:
     """Return whether code in `file`, of this machine or another, is a library's, Python's or ours, not the user's."""
     pieces = ("site-packages", "dist-packages", "/lib/python3", "torchinductor_")
-    return any(each in file for each in pieces) or file.startswith((sys.base_prefix, OURS, "<frozen"))
+    return any(piece in file for piece in pieces) or file.startswith((sys.base_prefix, OURS, "<frozen"))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

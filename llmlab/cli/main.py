@@ -34,7 +34,7 @@ from ..specs.model import model as find_model
 from ..specs.model import models as presets
 from ..specs.run import Training
 from .options import EXIT_CODES, MODEL, changed, cluster_from, cluster_options, run_from, spec_options
-from .plan import add_plan
+from .plan import add_fix, add_plan
 from .run import add_run
 from .serve import add_serve
 
@@ -148,9 +148,9 @@ def _of_lengths(context: click.Context, file: str, as_json: bool) -> int:
         raise SpecError("--lengths is for training steps; leave out the options of generation")
     if context.get_parameter_source("seq_len") is ParameterSource.COMMANDLINE:
         raise SpecError("--lengths and --seq-len both say how long sequences are; leave out one of them")
-    found = padded(context.params["model"], run, _card(context), read_lengths(file), cluster_from(context))
-    _print(_dump(found.to_dict()) if as_json else found)
-    return EXIT[found.worst.outcome]
+    lengths = padded(context.params["model"], run, _card(context), read_lengths(file), cluster_from(context))
+    _print(_dump(lengths.to_dict()) if as_json else lengths)
+    return EXIT[lengths.worst.outcome]
 
 
 @_verb
@@ -178,8 +178,8 @@ def explain(context: click.Context, model: str, gpu: str, latex: bool, as_json: 
     run = run_from(context)
     if not isinstance(run, Training):
         raise SpecError("explain has formulas of training steps; leave out the options of generation")
-    found = verbs.explain(model, run, gpu)
-    _print(found.latex() if latex else _dump(found.to_dict()) if as_json else found.table())
+    explanation = verbs.explain(model, run, gpu)
+    _print(explanation.latex() if latex else _dump(explanation.to_dict()) if as_json else explanation.table())
     return 0
 
 
@@ -201,9 +201,9 @@ def solve(
 
     For example, --for seq-len finds the longest sequence. The size itself need not be given.
     """
-    found = verbs.solve(model, run_from(context), gpu, name.replace("-", "_"), simulate=simulate)
-    _print(_dump(found.to_dict()) if as_json else found)
-    return EXIT[found.outcome]
+    solution = verbs.solve(model, run_from(context), gpu, name.replace("-", "_"), simulate=simulate)
+    _print(_dump(solution.to_dict()) if as_json else solution)
+    return EXIT[solution.outcome]
 
 
 solve.epilog = "Exit codes: 0 = a size or a GPU fits; 1 = none fits; 2 = unknown or invalid input."
@@ -260,14 +260,14 @@ def gpus(as_json: bool) -> int:
     """List the GPUs: memory, bandwidth, peak FLOP/s."""
     cards = hardware.gpus()
     rows = []
-    for card in cards:
-        peaks = ["–" if (peak := card.peak(dtype)) is None else f"{peak / 1e12:,.4g}" for dtype in DTYPES]
-        capability = ".".join(map(str, card.compute_capability)) if card.compute_capability else "–"
-        rows.append((card.name, f"{card.memory / GiB:.2f}", f"{card.bandwidth / GB:,.0f}", *peaks, capability))
+    for gpu in cards:
+        peaks = ["–" if (peak := gpu.peak(dtype)) is None else f"{peak / 1e12:,.4g}" for dtype in DTYPES]
+        capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "–"
+        rows.append((gpu.name, f"{gpu.memory / GiB:.2f}", f"{gpu.bandwidth / GB:,.0f}", *peaks, capability))
     header = ("name", "GiB", "GB/s", *DTYPES, "capability")
     units = "Memory is in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s. "
     table = Table(header, rows, footer=units + "A dash means that the GPU has none, or that it is unknown.")
-    return _list([asdict(card) for card in cards], table, as_json)
+    return _list([asdict(gpu) for gpu in cards], table, as_json)
 
 
 @cli.command()
@@ -301,16 +301,16 @@ def records(model: str | None, gpu: str | None, source: str | None, as_json: boo
 
     Without MODEL, the records of all models are listed.
     """
-    found = verbs.records(model, gpu=gpu, source=source)
-    if not found and not as_json:
+    reports = verbs.records(model, gpu=gpu, source=source)
+    if not reports and not as_json:
         _print("There are no such records.")
         return 0
     rows = []
-    for r in found:
+    for r in reports:
         sizes = show_bytes(r.peak_allocated), show_bytes(r.peak_reserved)
         rows.append((r.model, r.gpu or "–", r.source, r.environment.get("date", "–"), r.outcome, *sizes, repr(r.run)))
     header = ("model", "gpu", "source", "date", "outcome", "allocated", "reserved", "run")
-    return _list([report.to_dict() for report in found], Table(header, rows, words=(0, 1, 2, 3, 4, 7)), as_json)
+    return _list([report.to_dict() for report in reports], Table(header, rows, words=(0, 1, 2, 3, 4, 7)), as_json)
 
 
 @cli.command()
@@ -320,8 +320,8 @@ def doctor(as_json: bool) -> int:
 
     The versions of the installed libraries are shown too.
     """
-    found = check_machine()
-    return _list(found.to_dict(), found, as_json)
+    checks = check_machine()
+    return _list(checks.to_dict(), checks, as_json)
 
 
 @cli.command()
@@ -388,6 +388,7 @@ def _warn(message: Warning | str, category: type[Warning], filename: str, lineno
 
 add_run(cli, _print)
 add_plan(cli, _print)
+add_fix(cli, _print)
 add_serve(cli, _print)
 
 

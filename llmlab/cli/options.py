@@ -44,8 +44,8 @@ def spec_options() -> list[click.Option]:
                 if owner is Inference:
                     words = f"Generation: {words[0].lower()}{words[1:]}"
                 options[name] = _option(name, hint, getattr(owner, field), words)
-    others = ", ".join(map(_flag, GENERATION))
-    words = f"Generation instead of a training step. Implied by {others}."
+    implying = ", ".join(map(_flag, GENERATION))
+    words = f"Generation instead of a training step. Implied by {implying}."
     options["inference"] = click.Option(["--inference"], is_flag=True, help=words)
     words = "Read the training run from a config file: DeepSpeed or TrainingArguments (.json), Accelerate (.yaml), "
     options["config"] = click.Option(["--from", "config"], metavar="FILE", help=words + "torchtitan (.toml).")
@@ -216,11 +216,11 @@ def cluster_from(context: click.Context) -> Cluster | None:
     given = {name: value for name in names if (value := context.params[name]) is not None}
     if not given:
         return None
-    if (card := context.params["gpu"]) is None:
+    if (gpu := context.params["gpu"]) is None:
         flag = next(iter(given)).replace("_", "-")
         raise SpecError(f"--{flag} describes the nodes of a GPU, and no --gpu was given; add one")
     rates = {"reached": given.get("link_gb_s"), "reached_across": given.get("network_gb_s")}
     return cluster(
-        card, given.get("network"), given.get("gpus_per_node"), given.get("adapters"), given.get("link"),
+        gpu, given.get("network"), given.get("gpus_per_node"), given.get("adapters"), given.get("link"),
         nvls=not given.get("no_nvls"), **{name: rate and rate * 1e9 for name, rate in rates.items()},
     )  # fmt: skip

@@ -17,7 +17,7 @@ from .options import cluster_from, cluster_options, run_from, spec_options
 
 
 def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
-    """Add both commands to `group`; `show` prints an answer."""
+    """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
         epilog="Exit codes: 0 = a configuration fits; 1 = none fits; 2 = unknown or invalid input; 130 = interrupted "
@@ -55,16 +55,30 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
 
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """
-        found = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
-        show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
-        if folder is not None and found.best:
-            written = found.best.write(folder, force, model)
+        answer = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
+        show(json.dumps(answer.to_dict(), indent=1, default=dict) if as_json else answer)
+        if folder is not None and answer.best:
+            written = answer.best.write(folder, force, model)
             if not as_json:
                 show(written)
-        if found.interrupted and not found:
+        if answer.interrupted and not answer:
             raise click.Abort
-        return 0 if found else 1
+        return 0 if answer else 1
 
+
+def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
+    """Add the command to `group`; `show` prints an answer."""
+
+    @group.command(
+        epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message or snapshot was explained; "
+        "1 = no single change makes it fit; 2 = unknown or invalid input."
+    )
+    @click.pass_context
+    @click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")
+    @click.option("--gpu", metavar="NAME",
+                  help="GPU (a name listed by `llmlab gpus`), or cpu; required with MODEL.")
+    @cluster_options
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     def fix(context: click.Context, words: tuple[str, ...], gpu: str | None, as_json: bool, **_: Any) -> int:
         """List changes that reduce the memory of a run.
 
@@ -96,25 +110,11 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
                 show(answer)
         if not models:
             return 0
-        found = answers["changes"]
-        outcomes = {found.report.outcome, *(each.report.outcome for each in found.levers)}
+        changes = answers["changes"]
+        outcomes = {changes.report.outcome, *(lever.report.outcome for lever in changes.levers)}
         return 0 if "fits" in outcomes else 2 if "unknown" in outcomes else 1
 
-    made = group.command(
-        epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message or snapshot was explained; "
-        "1 = no single change makes it fit; 2 = unknown or invalid input."
-    )(
-        click.pass_context(
-            click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")(
-                click.option(
-                    "--gpu", metavar="NAME", help="GPU (a name listed by `llmlab gpus`), or cpu; required with MODEL."
-                )(
-                    cluster_options(click.option("--json", "as_json", is_flag=True, help="Print JSON.")(fix))
-                )
-            )
-        )
-    )
-    made.params += spec_options()
+    fix.params += spec_options()
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -95,20 +95,20 @@ def add_run(cli: click.Group, show: Callable[[Any], None]) -> None:
 def _aside() -> Iterator[Callable[[], None]]:
     """Send what the script and its processes print to stderr, until what it gives is called."""
     sys.stdout.flush()
-    real, kept = sys.stdout, os.dup(1)
+    real, stdout = sys.stdout, os.dup(1)
     sys.stdout = sys.stderr
     os.dup2(2, 1)
 
     def back() -> None:
         sys.stdout = real
-        os.dup2(kept, 1)
+        os.dup2(stdout, 1)
 
     try:
         yield back
     finally:
         sys.stdout.flush()
         back()
-        os.close(kept)
+        os.close(stdout)
         if real is sys.__stdout__:
             atexit.register(os.dup2, 2, 1)  # the last words of the script's libraries come after the answer
 
@@ -146,7 +146,7 @@ def answer(
     limit = None if max_gib is None else round(max_gib * GiB)
     ranks = _ranks(script, world_size, nodes, gpus_per_node)
     if (world_size or nodes or gpus_per_node) is not None:
-        script = replace(script, notes=tuple(each for each in script.notes if each.code != GPUS_ASSUMED))
+        script = replace(script, notes=tuple(note for note in script.notes if note.code != GPUS_ASSUMED))
     if world_size is None:
         script = replace(script, gpus_per_node=gpus_per_node or script.gpus_per_node)
     else:
@@ -224,12 +224,12 @@ def _needed(
     configs: tuple[str, ...],
     data: tuple[str, ...],
 ) -> int | None:
-    """Run the script again, in a process of its own, on a card with room for one more step than it came to."""
+    """Run the script again, in a process of its own, on a GPU with room for one more step than it came to."""
     options = ["--gpu", report.gpu, "--steps", str(report.steps + 1)]
     options += [word for option, number in ranks.items() if number is not None for word in (option, str(number))]
     options += ["--assume", str(where.assume)] if where.assume is not None else []
-    options += [word for each in configs for word in ("--config", each)]
-    options += [word for each in data for word in ("--data", each)]
+    options += [word for path in configs for word in ("--config", path)]
+    options += [word for path in data for word in ("--data", path)]
     line = [sys.executable, "-m", "llmlab", "run", "--json", "--roomy", *options, *(["-m"] if module else [])]
     # The folder that a script stands in may hold a package of a library's name.
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}

@@ -102,11 +102,11 @@ def states(chapter: str = RUNGS[0].chapter) -> tuple[State, ...]:
     for run, rungs in PARTS:
         if chapter not in [rung.chapter for rung in rungs]:
             continue
-        found, model, gpu = [], "", ""
+        job_states, model, gpu = [], "", ""
         for rung in rungs:
             run, model, gpu = replace(run, **rung.fields), rung.model or model, rung.gpu or gpu
-            found.append(State(rung, model, gpu, run))
-        return tuple(found)
+            job_states.append(State(rung, model, gpu, run))
+        return tuple(job_states)
     known = list(dict.fromkeys(rung.chapter for _, rungs in PARTS for rung in rungs))
     raise unknown_name("chapter", chapter, known, f"The job changes in {', '.join(known)}.")
 

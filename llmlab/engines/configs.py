@@ -95,7 +95,7 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
         **DEEPSPEED_PRECISION[run.precision],
     }
     own = run.stack.settings() if hasattr(run.stack, "settings") else {}  # options of stack="deepspeed"
-    return config | {section: config.get(section, {}) | said for section, said in own.items()}
+    return config | {section: config.get(section, {}) | options for section, options in own.items()}
 
 
 def accelerate_config(run: Settings) -> dict[str, Any]:

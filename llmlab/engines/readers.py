@@ -79,20 +79,20 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
     check_keys("DeepSpeed", config, known)
     zero = {ZERO_NAMES.get(key, key): value for key, value in part_of(config, "zero_optimization").items()}
     check_keys("DeepSpeed's zero_optimization", zero, ZERO_READ | ZERO_PASSED)
-    said: dict[str, tuple[str, Any]] = {"zero": ("zero_optimization.stage", zero.get("stage", 0))}
-    said["precision"] = _deepspeed_precision(config, given)
+    entries: dict[str, tuple[str, Any]] = {"zero": ("zero_optimization.stage", zero.get("stage", 0))}
+    entries["precision"] = _deepspeed_precision(config, given)
     devices = [part_of(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")]
-    said["offload"] = ("zero_optimization.offload_*", _offload("DeepSpeed", *devices))
+    entries["offload"] = ("zero_optimization.offload_*", _offload("DeepSpeed", *devices))
     if name := part_of(config, "optimizer").get("type"):
         if str(name).lower() not in DEEPSPEED_OPTIMIZERS:
             raise SpecError(f"optimizer.type={name!r} is not supported; give one of "
                             f"{', '.join(sorted(DEEPSPEED_OPTIMIZERS))}")  # fmt: skip
-        said["optimizer"] = ("optimizer.type", DEEPSPEED_OPTIMIZERS[str(name).lower()])
+        entries["optimizer"] = ("optimizer.type", DEEPSPEED_OPTIMIZERS[str(name).lower()])
     for field, key in (("micro_batch", "train_micro_batch_size_per_gpu"),
                        ("accumulation", "gradient_accumulation_steps")):  # fmt: skip
         if key in config:
-            said[field] = (key, config[key])
-    fields = agreed(said, given)
+            entries[field] = (key, config[key])
+    fields = agreed(entries, given)
     if fields.get("stack") == "deepspeed":
         fields["stack"] = _deepspeed_options(config, zero, fields["precision"])
     return _batches(fields, config.get("train_batch_size"))
@@ -106,8 +106,8 @@ def _is_off(value: Any) -> bool:
 def _deepspeed_options(config: Mapping[str, Any], zero: Mapping[str, Any], precision: str) -> dict[str, Any]:
     """Return the options of stack="deepspeed" by name. Raises SpecError for a precision that it does not support."""
     if precision not in DEEPSPEED_HALF:
-        told = f"precision={precision!r} with stack='deepspeed': it is described for {', '.join(DEEPSPEED_HALF)}"
-        raise SpecError(f"{told}; give stack='transformers', or enable bf16")
+        problem = f"precision={precision!r} with stack='deepspeed': it is described for {', '.join(DEEPSPEED_HALF)}"
+        raise SpecError(f"{problem}; give stack='transformers', or enable bf16")
     options = {key: value for key, value in zero.items() if key in ZERO_OPTIONS and value != "auto"}
     options |= {key: value for key, value in part_of(config, "data_types").items() if key == "grad_accum_dtype"}
     options |= {key: value for key, value in part_of(config, "bf16").items() if key == "immediate_grad_update"}
@@ -135,15 +135,15 @@ def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str,
     if half not in ("no", "fp16", "bf16"):
         raise SpecError(f"mixed_precision={half!r} is not one of no, fp16, bf16")
     prefix = "autocast" if kinds[kind] is None else "mixed"
-    said: dict[str, tuple[str, Any]] = {
+    entries: dict[str, tuple[str, Any]] = {
         "dp": ("num_processes", config.get("num_processes", 1)),
         "precision": ("mixed_precision", "fp32" if half == "no" else f"{prefix}-{half}"),
     }
     if kind == "DEEPSPEED":
-        said |= _plugin(part_of(config, "deepspeed_config"))
+        entries |= _plugin(part_of(config, "deepspeed_config"))
     elif kind == "FSDP":
-        return until_last(agreed(said | _fsdp(part_of(config, "fsdp_config")), given))
-    return agreed(said, given)
+        return until_last(agreed(entries | _fsdp(part_of(config, "fsdp_config")), given))
+    return agreed(entries, given)
 
 
 def until_last(fields: dict[str, Any], sync_each_batch: bool = False) -> dict[str, Any]:
@@ -163,11 +163,11 @@ def _plugin(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
                         "Training.from_deepspeed)")  # fmt: skip
     check_keys("Accelerate's deepspeed_config", section, PLUGIN_READ | PLUGIN_PASSED)
     devices = [section.get(key, "none") for key in ("offload_optimizer_device", "offload_param_device")]
-    said = {"zero": ("zero_stage", section.get("zero_stage", 2)),
+    entries = {"zero": ("zero_stage", section.get("zero_stage", 2)),
             "offload": ("offload_*_device", _offload("Accelerate", *devices))}  # fmt: skip
     if "gradient_accumulation_steps" in section:
-        said["accumulation"] = ("gradient_accumulation_steps", section["gradient_accumulation_steps"])
-    return said
+        entries["accumulation"] = ("gradient_accumulation_steps", section["gradient_accumulation_steps"])
+    return entries
 
 
 def _fsdp(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -178,10 +178,10 @@ def _fsdp(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     if stage is None:
         raise SpecError(f"{key}={value!r} is not supported; give one of {', '.join(FSDP_STAGES)}")
     offload = "optimizer+parameters" if section.get("fsdp_offload_params") else None
-    said: dict[str, tuple[str, Any]] = {"zero": (key, stage), "offload": ("fsdp_offload_params", offload)}
+    entries: dict[str, tuple[str, Any]] = {"zero": (key, stage), "offload": ("fsdp_offload_params", offload)}
     if section.get("fsdp_activation_checkpointing"):  # if off, the Trainer may still turn on checkpointing in the model
-        said["checkpointing"] = "fsdp_activation_checkpointing", "full"
-    return said
+        entries["checkpointing"] = "fsdp_activation_checkpointing", "full"
+    return entries
 
 
 def _deepspeed_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, Any]:
@@ -225,18 +225,18 @@ def _batches(fields: dict[str, Any], total: Any) -> dict[str, Any]:
     if missing == ["micro_batch", "accumulation"]:
         fields["accumulation"] = 1  # DeepSpeed's default
         missing = ["micro_batch"]
-    product = 1
+    known = 1
     for name in names:
-        product *= fields.get(name, 1)
-    if not isinstance(total, int) or total < 1 or (total % product if missing else total != product):
+        known *= fields.get(name, 1)
+    if not isinstance(total, int) or total < 1 or (total % known if missing else total != known):
         shown = " × ".join(f"{name}={fields[name]}" for name in names if name in fields)
         raise SpecError(f"train_batch_size={total!r} does not agree with {shown}")
-    return fields | {name: total // product for name in missing}
+    return fields | {name: total // known for name in missing}
 
 
-def agreed(said: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+def agreed(entries: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(given)
-    for field, (key, value) in said.items():
+    for field, (key, value) in entries.items():
         if value == "auto":
             if field not in given:
                 raise SpecError(f'{key} is "auto", which the Trainer fills in; give {field}=')

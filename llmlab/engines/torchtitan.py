@@ -172,9 +172,9 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
     fields = _ranks(parallel, degrees["pp"], given)
     half = training.get("mixed_precision_param", "bfloat16") == "bfloat16"
     amp = "mixed-bf16" if fields["zero"] else "autocast-bf16" if degrees["tp"] * degrees["pp"] == 1 else "fp32"
-    said: dict[str, tuple[str, Any]] = {key: (DEGREES[key], value) for key, value in degrees.items()}
-    said |= {key: ("parallelism", value) for key, value in fields.items()}
-    said |= {
+    entries: dict[str, tuple[str, Any]] = {key: (DEGREES[key], value) for key, value in degrees.items()}
+    entries |= {key: ("parallelism", value) for key, value in fields.items()}
+    entries |= {
         "precision": ("training.mixed_precision_param", amp if half else "fp32"),
         "seq_len": ("training.seq_len", training.get("seq_len", 2048)),
         "sequence_parallel": ("tensor_parallel_degree", degrees["tp"] > 1),
@@ -187,23 +187,23 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
         raise SpecError(f"pipeline_parallel_schedule={named!r} is not supported here; give one of "
                         f"{', '.join(SCHEDULES)}")  # fmt: skip
     order = orders[str(named).lower()] if degrees["pp"] > 1 else SCHEDULES["1F1B"]
-    said |= {field: ("pipeline_parallel_schedule", value)
+    entries |= {field: ("pipeline_parallel_schedule", value)
              for field, value in zip(("schedule", "virtual_stages"), order, strict=True)}  # fmt: skip
-    said |= _batch(training, parallel, fields["dp"], degrees["pp"])
+    entries |= _batch(training, parallel, fields["dp"], degrees["pp"])
     ac, mode = _recomputed(parts["activation_checkpoint"])
-    said["checkpointing"] = ("activation_checkpoint.mode", mode)
+    entries["checkpointing"] = ("activation_checkpoint.mode", mode)
     option = parts["optimizer"].get("implementation", "fused")
     reshard = parallel.get("fsdp_reshard_after_forward", "default")
     if option not in ("fused", "foreach"):
         raise SpecError(f"optimizer.implementation={option!r} is not supported here; give fused or foreach")
     if "stack" not in given:
         text = f"torchtitan:{ac},optimizer={option},reshard_after_forward={reshard}"
-        if said["fp8"][1] == "tensorwise" and not _float8(parts["quantize"]).get(GATHERED[0]):
+        if entries["fp8"][1] == "tensorwise" and not _float8(parts["quantize"]).get(GATHERED[0]):
             text += f",{GATHERED[0]}=False"
         if "loss" not in parts["compile"].get("components", ["model", "loss"]):
             text += ",compile_loss=False"
         given = {**given, "stack": text}
-    return agreed(said, given)
+    return agreed(entries, given)
 
 
 def _ranks(parallel: Mapping[str, Any], pp: int, given: Mapping[str, Any]) -> dict[str, Any]:

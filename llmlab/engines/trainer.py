@@ -75,7 +75,7 @@ def trainer_fields(arguments: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if len(halves) > 1:
         raise SpecError("bf16 and fp16 are both set; give one of them")
     accumulation = _accumulation(values.get("accelerator_config"))
-    said: dict[str, tuple[str, Any]] = {
+    entries: dict[str, tuple[str, Any]] = {
         "micro_batch": ("per_device_train_batch_size", values.get("per_device_train_batch_size", 8)),
         "accumulation": ("gradient_accumulation_steps",
                          accumulation.get("num_steps", values.get("gradient_accumulation_steps", 1))),
@@ -84,18 +84,18 @@ def trainer_fields(arguments: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "kernels": ("use_liger_kernel", "liger" if values.get("use_liger_kernel") else None),
     }
     if values.get("gradient_checkpointing") or values.get("activation_checkpointing"):
-        said["checkpointing"] = ("gradient_checkpointing", "full")
+        entries["checkpointing"] = ("gradient_checkpointing", "full")
     if values.get("max_length"):  # SFTConfig's
-        said["seq_len"] = ("max_length", values["max_length"])
+        entries["seq_len"] = ("max_length", values["max_length"])
     if deepspeed:
-        return _with_deepspeed(deepspeed, halves, said, given)
+        return _with_deepspeed(deepspeed, halves, entries, given)
     if fsdp:
-        said |= _fsdp(fsdp, values.get("fsdp_config"))
+        entries |= _fsdp(fsdp, values.get("fsdp_config"))
     if halves:
-        said["precision"] = (halves[0], f"{'mixed' if fsdp else 'autocast'}-{halves[0]}")
+        entries["precision"] = (halves[0], f"{'mixed' if fsdp else 'autocast'}-{halves[0]}")
     elif "precision" not in given:
-        said["precision"] = ("no bf16, fp16", "fp32")
-    fields = agreed(said, given)
+        entries["precision"] = ("no bf16, fp16", "fp32")
+    fields = agreed(entries, given)
     return until_last(fields, bool(accumulation.get("sync_each_batch"))) if fsdp else fields
 
 
@@ -137,21 +137,21 @@ def _optimizer(name: Any) -> str:
 
 
 def _with_deepspeed(
-    config: Any, halves: list[str], said: dict[str, tuple[str, Any]], given: Mapping[str, Any]
+    config: Any, halves: list[str], entries: dict[str, tuple[str, Any]], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the fields of a run with DeepSpeed, whose "auto" settings get the values of the Trainer's arguments."""
-    told = agreed(said, given)
-    if "precision" not in told:
-        told["precision"] = f"mixed-{halves[0]}" if halves else "fp32"
+    fields = agreed(entries, given)
+    if "precision" not in fields:
+        fields["precision"] = f"mixed-{halves[0]}" if halves else "fp32"
     settings = read_mapping("DeepSpeed", config, json.loads)
     if "precision" not in given and "auto" not in json.dumps([settings.get("fp16"), settings.get("bf16")]):
-        del told["precision"]  # DeepSpeed's own settings have it
+        del fields["precision"]  # DeepSpeed's own settings have it
     if not settings.get("optimizer"):
-        if given.get("stack") == "deepspeed" and told["optimizer"] == "adamw-fused":
-            told["optimizer"] = "adamw"  # its stack updates in place, like a fused one
-        return deepspeed_fields(settings, told)
-    del told["optimizer"]
-    return deepspeed_fields(settings, told | {key: given[key] for key in ("optimizer",) if key in given})
+        if given.get("stack") == "deepspeed" and fields["optimizer"] == "adamw-fused":
+            fields["optimizer"] = "adamw"  # its stack updates in place, like a fused one
+        return deepspeed_fields(settings, fields)
+    del fields["optimizer"]
+    return deepspeed_fields(settings, fields | {key: given[key] for key in ("optimizer",) if key in given})
 
 
 def _fsdp(fsdp: Any, config: Any) -> dict[str, tuple[str, Any]]:
@@ -163,9 +163,9 @@ def _fsdp(fsdp: Any, config: Any) -> dict[str, tuple[str, Any]]:
     options = config if isinstance(config, Mapping) else {}
     stage = 2 if options.get("reshard_after_forward") is False else chosen[0]
     offload = "offload" in words.split() or bool(options.get("cpu_offload"))
-    said: dict[str, tuple[str, Any]] = {
+    entries: dict[str, tuple[str, Any]] = {
         "zero": ("fsdp", stage), "offload": ("fsdp", "optimizer+parameters" if offload else None)
     }  # fmt: skip
     if options.get("activation_checkpointing"):
-        said["checkpointing"] = ("fsdp_config.activation_checkpointing", "full")
-    return said
+        entries["checkpointing"] = ("fsdp_config.activation_checkpointing", "full")
+    return entries

@@ -48,12 +48,12 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
         given = f"precision={run.precision!r}, half_layers={run.half_layers!r}"
         raise SpecError(f"{given}: Axolotl loads the weights in the dtype that it casts to; give {run.compute_dtype}, "
                         "or for LoRA half_layers='all'")  # fmt: skip
-    said = trainer_arguments(run)
+    arguments = trainer_arguments(run)
     settings: dict[str, Any] = {
         "base_model": model, "sequence_len": run.seq_len, "micro_batch_size": run.micro_batch,
-        "gradient_accumulation_steps": run.accumulation, "optimizer": said["optim"],
+        "gradient_accumulation_steps": run.accumulation, "optimizer": arguments["optim"],
         # These also set the dtype of the weights; float16 sets it without autocast.
-        "bf16": run.compute_dtype == "bf16", "fp16": said["fp16"], "float16": run.precision == "fp16",
+        "bf16": run.compute_dtype == "bf16", "fp16": arguments["fp16"], "float16": run.precision == "fp16",
         "max_grad_norm": 0.0,
         "gradient_checkpointing": run.checkpointing == "full",
         "attn_implementation": {"flash": "flash_attention_2"}.get(run.attention, run.attention),
@@ -113,15 +113,29 @@ def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
 
 
 MEGATRON_FAMILIES = ("gpt2", "llama", "mistral", "mixtral")
+MEGATRON_VALUES: dict[str, tuple[object, ...]] = {
+    "precision": ("mixed-bf16", "mixed-fp16"), "optimizer": ("adamw",), "zero": (0, 1), "lora": (None,),
+    "quantization": (None,), "offload": (None,), "kernels": (None,), "compile": (False,), "fp8": (None,),
+    "attention": ("sdpa", "flash", "eager"), "schedule": ("1f1b",),
+}  # fmt: skip
+TURNED_OFF = {  # the argument of an option that is False
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "overlap_p2p_communication": "--no-overlap-p2p-communication",
+    "transformer_engine": "--transformer-impl local",
+}
+ELSEWHERE = {  # options that today's Megatron-LM has no argument for, with their defaults
+    "distributed_fused_adam": (None, "is NeMo 1's: Megatron-LM has no such argument"),
+    "deepspeed": (False, "is Megatron-DeepSpeed, which has other arguments"),
+    "async_tensor_model_parallel_allreduce": (True, "is of older releases: Megatron-LM of today has no such argument"),
+}
 
 
 def megatron_arguments(run: Any, spec: Any) -> list[str]:
     """Return the arguments of Megatron-LM's pretrain_gpt.py, one option per text, without those for the learning rate,
     the data and the tokenizer."""
-    wanted = {"precision": ("mixed-bf16", "mixed-fp16"), "optimizer": ("adamw",), "zero": (0, 1), "lora": (None,),
-              "quantization": (None,), "offload": (None,), "kernels": (None,), "compile": (False,), "fp8": (None,),
-              "attention": ("sdpa", "flash", "eager"), "schedule": ("1f1b",)}  # fmt: skip
-    for field, values in wanted.items():
+    for field, values in MEGATRON_VALUES.items():
         if getattr(run, field) not in values:
             raise SpecError(f"Megatron-LM with {field}={getattr(run, field)!r} is not supported here")
     check_stack(run, " is not megatron", "megatron")
@@ -131,14 +145,9 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     if options is None and run.checkpointing == "selective":
         raise SpecError("checkpointing='selective' of Megatron-LM recomputes less, attention's core alone: give "
                         "stack='megatron', or 'full'")  # fmt: skip
-    if options is not None and options.distributed_fused_adam:
-        given = f"distributed_fused_adam={options.distributed_fused_adam!r}"
-        raise SpecError(f"{given} is NeMo 1's: Megatron-LM has no such argument; leave it out")
-    if options is not None and options.deepspeed:
-        raise SpecError("deepspeed=True is Megatron-DeepSpeed, which has other arguments; leave it out")
-    if options is not None and not options.async_tensor_model_parallel_allreduce:
-        given = "async_tensor_model_parallel_allreduce=False"
-        raise SpecError(f"{given}: Megatron-LM of today has no such argument; leave it out")
+    for field, (default, whose) in ELSEWHERE.items():
+        if (value := getattr(options, field, default)) != default:
+            raise SpecError(f"{field}={value!r} {whose}; leave it out")
     recompute = getattr(options, "recompute", None) or run.checkpointing
     config = spec.config
     lines = [
@@ -163,11 +172,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
             lines.append(f"--overlap-grad-reduce{gather}")
         if options.cross_entropy_fusion_impl:
             lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
-        lines += ["--no-gradient-accumulation-fusion"] if not options.gradient_accumulation_fusion else []
-        lines += ["--no-bias-swiglu-fusion"] if not options.bias_swiglu_fusion else []
-        lines += ["--no-rope-fusion"] if not options.apply_rope_fusion else []
-        lines += ["--no-overlap-p2p-communication"] if not options.overlap_p2p_communication else []
-        lines += ["--transformer-impl local"] if not options.transformer_engine else []
+        lines += [argument for field, argument in TURNED_OFF.items() if not getattr(options, field)]
         lines += _fp8(options) if options.fp8_recipe else []
         lines += ["--use-precision-aware-optimizer"] if options.use_precision_aware_optimizer else []
         if options.cuda_graph_impl:  # the host's check of the loss would break the graph
@@ -196,9 +201,9 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
 
 def _rotary(config: Mapping[str, Any]) -> list[str]:
     """Return the arguments for the base and the scaling of rotary positions."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = config.get("rope_theta") or said.get("rope_theta", 10000)
-    kind, factor = said.get("rope_type") or said.get("type") or "default", said.get("factor", 1.0)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = config.get("rope_theta") or rope.get("rope_theta", 10000)
+    kind, factor = rope.get("rope_type") or rope.get("type") or "default", rope.get("factor", 1.0)
     stretched = {
         "default": [],
         "linear": [f"--rotary-seq-len-interpolation-factor {int(factor)}"],

@@ -58,7 +58,7 @@ def assessed(
     sort, fit = kind(spec, run, peak), Verdict("unknown", 0, 0)
     if card:
         fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec))
-    over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # a compiled step may need less
+    refused = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # a compiled step may need less
     traced = _durations(spec, run, card, trace) if trace and card and isinstance(run, Training) else None
     time = timing(spec, run, card, cluster, traced)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
@@ -67,11 +67,11 @@ def assessed(
         model=spec.name,
         run=run,
         gpu=card.name if card else ("cpu" if cpu else None),
-        outcome="unknown" if fit.outcome == "out of memory" and not over else fit.outcome,
-        where=_first_over(memory.stages, card.room(run.world_size)) if card and over else None,
+        outcome="unknown" if fit.outcome == "out of memory" and not refused else fit.outcome,
+        where=_first_over(memory.stages, card.room(run.world_size)) if card and refused else None,
         peak_at=peak.name,
         peak_allocated=peaks[0],
-        needed=fit.least if over else None,
+        needed=fit.least if refused else None,
         capacity=card.memory if card else None,
         phases=dict(memory.phases),
         parts={part: size for part, size in peak.parts.items() if size},

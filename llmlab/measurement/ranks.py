@@ -98,8 +98,8 @@ def _with_frees(events: list[Event], spans: list[Span]) -> list[Event]:
         last[event.address] = event
     gone_unseen += [event for event in last.values() if event.size > 0]
     for made in gone_unseen:
-        ends = [until for since, until in spans if since - CLOCKS <= made.time <= until]
-        frees += [Event(ends[0], made.address, -made.size)] if ends else []
+        span_ends = [until for since, until in spans if since - CLOCKS <= made.time <= until]
+        frees += [Event(span_ends[0], made.address, -made.size)] if span_ends else []
     return sorted([*events, *frees], key=lambda event: event.time)
 
 

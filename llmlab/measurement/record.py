@@ -115,7 +115,7 @@ def cannot(item: Item, here: Host) -> str | None:
     except (SpecError, UnknownName) as error:
         return str(error)
     if here.device == "cuda" and not here.supports_bf16 and "bf16" in dtypes_of(item.run):
-        return f"{here.name} has no bf16 units"  # a card that is not in the table: check() could not know
+        return f"{here.name} has no bf16 units"  # a GPU that is not in the table: check() could not know
     parts = estimated(spec, item.run, here.gpu or "cpu").parts
     least = sum(parts.get(part, 0) for part in FIXED_PARTS)
     if here.memory is not None and least > here.memory:

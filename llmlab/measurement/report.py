@@ -196,15 +196,15 @@ def _report(spec: ModelSpec, run: Run, device: torch.device, **figures: Any) -> 
     facts = environment()
     if device.type == "cpu":
         facts["device"] = f"CPU: {here.cpu}, {here.cores} cores"
-    card = here.gpu if device.type == "cuda" else None
-    peak, fits = card.peak(_peak_dtype(run)) if card else None, figures["outcome"] == "fits"
+    gpu = here.gpu if device.type == "cuda" else None
+    peak, fits = gpu.peak(_peak_dtype(run)) if gpu else None, figures["outcome"] == "fits"
     return Report(
         source="measured",
         model=spec.name,
         run=run,
-        gpu=None if device.type == "cpu" else card.name if card else here.name,
+        gpu=None if device.type == "cpu" else gpu.name if gpu else here.name,
         capacity=here.memory if here.device == device.type else None,
-        mfu=flops(spec, run, card).model / figures["step_seconds"] / peak if peak and fits else None,
+        mfu=flops(spec, run, gpu).model / figures["step_seconds"] / peak if peak and fits else None,
         environment=facts,
         **figures,
     )
@@ -216,11 +216,11 @@ def _parts(division: Division, phases: Mapping[str, int], figures: Figures) -> t
     On CUDA the events hold rounded requests; what the allocator counts beyond them (blocks not split) and what was
     there before the run go to "other".
     """
-    beyond = max(phases.values()) - division.peak if phases else 0
-    if not beyond:
+    remainder = max(phases.values()) - division.peak if phases else 0
+    if not remainder:
         return division.parts, division.detail
-    parts = {**division.parts, "other": division.parts.get("other", 0) + beyond}
-    other = {**division.detail.get("other", {}), "before the run, blocks not split": beyond}
+    parts = {**division.parts, "other": division.parts.get("other", 0) + remainder}
+    other = {**division.detail.get("other", {}), "before the run, blocks not split": remainder}
     return parts, {**division.detail, "other": other}
 
 

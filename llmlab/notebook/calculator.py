@@ -31,7 +31,7 @@ from .serving_tab import serving_answer, serving_fields
 
 KINDS = ("training", "serving", "planning")
 DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "RTX-4090", "gpus": "1"}
-# The state in which the page opens: a full fine-tune as most people start one, on the largest card that many have. It
+# The state in which the page opens: a full fine-tune as most people start one, on the largest GPU that many have. It
 # does not fit, and the levers say what would.
 FIRST = {"precision": "bf16", "seq_len": "2048", "checkpointing": "full"}
 OUTCOMES = {"fits": "fits", "out of memory": "out of memory", "unknown": "too close to tell"}
@@ -45,11 +45,11 @@ LABELS = {
 
 
 def form() -> dict[str, Any]:
-    """Return the form: the models, the cards, and for training, serving and planning each field."""
+    """Return the form: the models, the GPUs, and for training, serving and planning each field."""
     return {
         "defaults": {**DEFAULTS, **FIRST},
         "models": [{"name": name, "says": f"{show_count(find_model(name).parameters)} params"} for name in models()],
-        "gpus": [{"name": card.name, "says": f"{card.memory / GiB:.0f} GiB"} for card in gpus()],
+        "gpus": [{"name": gpu.name, "says": f"{gpu.memory / GiB:.0f} GiB"} for gpu in gpus()],
         "parts": list(PARTS),
         "book": BOOK,
         "labels": LABELS,
@@ -71,27 +71,27 @@ def answer(state: Mapping[str, str]) -> dict[str, Any]:
         if known["kind"] == "serving":
             return serving_answer(known)
         source, called = model_of(known["model"])
-        card, run = find_gpu(known["gpu"]), run_of(known)
-        report, fit = assessed(source, run, card)
+        gpu, run = find_gpu(known["gpu"]), run_of(known)
+        report, fit = assessed(source, run, gpu)
         return {
-            **_figures(report, fit, card),
-            "python": python_line(called, run, card),
-            "cli": command_line(called, run, card),
+            **_figures(report, fit, gpu),
+            "python": python_line(called, run, gpu),
+            "cli": command_line(called, run, gpu),
             "configs": _configs(run),
-            "levers": _levers(source, run, card),
+            "levers": _levers(source, run, gpu),
             "report": report.to_dict(),
         }
     except (SpecError, UnknownName, NotAvailable) as error:
         return {"error": str(error)}
 
 
-def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
+def _figures(report: Report, fit: Verdict, gpu: GPU) -> dict[str, Any]:
     between = (report.step_seconds_low, report.step_seconds_high)
     return {
         "outcome": report.outcome,
-        "headline": _headline(report, fit, card),
+        "headline": _headline(report, fit, gpu),
         "peak": report.peak_allocated,
-        "capacity": card.memory,
+        "capacity": gpu.memory,
         "least": fit.least,
         "most": fit.most,
         "parts": [[part, report.parts[part], show_bytes(report.parts[part])] for part in PARTS if part in report.parts],
@@ -102,15 +102,15 @@ def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
              f"80 % interval: {show_seconds(between[0])} to {show_seconds(between[1])}" if all(between) else ""],
             ["tokens per second", f"{report.tokens_per_second:,.0f}" if report.tokens_per_second else "–", ""],
             ["MFU", f"{report.mfu:.1%}" if report.mfu else "–", ""],
-            ["cost of a billion tokens", *_cost(report, card)],
+            ["cost of a billion tokens", *_cost(report, gpu)],
         ],
         "notes": list(report.notes),
     }  # fmt: skip
 
 
-def _levers(source: Any, run: Training, card: GPU) -> list[dict[str, Any]]:
+def _levers(source: Any, run: Training, gpu: GPU) -> list[dict[str, Any]]:
     """Return what would make the run smaller, and the form's fields that say it."""
-    levers = fix(source, run, card)
+    levers = fix(source, run, gpu)
     return [
         {
             "name": lever.name + ("" if lever.same_result else " (another result)"), "chapter": lever.chapter,
@@ -122,33 +122,33 @@ def _levers(source: Any, run: Training, card: GPU) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _headline(report: Report, fit: Verdict, card: GPU) -> str:
-    room = show_bytes(card.memory)
+def _headline(report: Report, fit: Verdict, gpu: GPU) -> str:
+    room = show_bytes(gpu.memory)
     if report.outcome == "fits":
-        return f"Fits: at most {show_bytes(fit.most)} of the {room} of each {card.name}."
+        return f"Fits: at most {show_bytes(fit.most)} of the {room} of each {gpu.name}."
     if report.outcome == "out of memory":
-        return f"Does not fit: it needs at least {show_bytes(report.needed)}, and {card.name} has {room}."
+        return f"Does not fit: it needs at least {show_bytes(report.needed)}, and {gpu.name} has {room}."
     return f"Too close to tell: {show_bytes(fit.least)} to {show_bytes(fit.most)} of {room}. llmlab simulate decides."
 
 
-def _cost(report: Report, card: GPU) -> tuple[str, str]:
-    if not report.tokens_per_second or card.usd_per_hour is None:
-        return "–", "" if report.tokens_per_second is None else f"no rental price of {card.name} is in the table"
-    dollars = card.usd_per_hour * report.run.world_size / 3600 / report.tokens_per_second * 1e9
-    price = next(price for price in card.prices if price.usd == card.usd_per_hour)
+def _cost(report: Report, gpu: GPU) -> tuple[str, str]:
+    if not report.tokens_per_second or gpu.usd_per_hour is None:
+        return "–", "" if report.tokens_per_second is None else f"no rental price of {gpu.name} is in the table"
+    dollars = gpu.usd_per_hour * report.run.world_size / 3600 / report.tokens_per_second * 1e9
+    price = next(price for price in gpu.prices if price.usd == gpu.usd_per_hour)
     return f"${dollars:,.0f}", f"at ${price.usd:.2f} per GPU and hour ({price.kind}, {price.date})"
 
 
-def python_line(called: str, run: Training, card: GPU) -> str:
+def python_line(called: str, run: Training, gpu: GPU) -> str:
     """Return the Python that gives this estimate; `called` is the model's name, or a config.json's."""
     ours = "|".join(kind.__name__ for kind in (Training, LoRA, *STACKS.values()))
     words = re.sub(rf"\b({ours})\(", r"lab.\1(", repr(run))
-    return f'import llmlab as lab\n\nrun = {words}\nprint(lab.estimate("{called}", run, "{card.name}"))'
+    return f'import llmlab as lab\n\nrun = {words}\nprint(lab.estimate("{called}", run, "{gpu.name}"))'
 
 
-def command_line(called: str, run: Training, card: GPU) -> str:
+def command_line(called: str, run: Training, gpu: GPU) -> str:
     """Return the command that gives this estimate."""
-    words = ["llmlab estimate", called, f"--gpu {card.name}"]
+    words = ["llmlab estimate", called, f"--gpu {gpu.name}"]
     # The command line's defaults of these differ from Python's.
     usual = {name: value for name, value in run.values().items() if name == "precision"}
     for name, value in {**usual, **run.differences()}.items():

@@ -1,4 +1,4 @@
-"""The Jupyter magic `%%simulate A100-40GB`: the cell runs on a simulated card, and what it took stands under it."""
+"""The Jupyter magic `%%simulate A100-40GB`: the cell runs on a simulated GPU, and what it took stands under it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def load(shell: Any) -> None:
     """Add the magic to `shell`: `%load_ext llmlab`."""
 
     def simulate(line: str, cell: str) -> None:
-        """%%simulate GPU [WORLD_SIZE]: run the cell on a simulated card; names it binds to tensors stay simulated."""
+        """%%simulate GPU [WORLD_SIZE]: run the cell on a simulated GPU; names it binds to tensors stay simulated."""
         try:
             _simulate(shell, shlex.split(line), cell)
         except (SpecError, UnknownName, NotAvailable) as error:

@@ -23,7 +23,7 @@ DEFAULTS = {"global_batch": "64", "seq_len": "2048", "method": METHODS[0], "goal
 
 
 def plan_fields() -> list[dict[str, Any]]:
-    """Return the controls of a plan, beside model, card and number of cards."""
+    """Return the controls of a plan, beside model, GPU and number of GPUs."""
     asked: list[dict[str, Any]] = [
         {"name": "global_batch", "kind": "number", "help": "Sequences per update, over all GPUs."},
         {"name": "seq_len", "kind": "number", "help": HELP["seq_len"]},

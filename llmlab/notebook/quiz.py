@@ -64,18 +64,6 @@ def check_function(function: Callable[..., object], facts: Facts) -> bool:
     return not reasons
 
 
-def show_prediction(prediction: float | None, result: float, unit: str) -> None:
-    """Print the result, and beside it the prediction and their ratio if the reader made one.
-
-    On the book's own pages nobody did, and whoever only reads them is not told so.
-    """
-    if prediction is None:
-        print(f"The answer is {result:,.4g} {unit}.")
-    else:
-        ratio = result / prediction
-        print(f"You said {prediction:,.4g} {unit}; the answer is {result:,.4g} {unit}, {ratio:.2f} times as much.")
-
-
 def show_source(*objects: Callable[..., object] | ModuleType) -> Code:
     """Return the source of functions, classes or modules, from the file they live in, for a notebook to display."""
     import inspect

@@ -27,7 +27,7 @@ from ..specs.model import model as find_model
 from ..specs.run import Run, Training
 from .levers import derived
 from .result import Candidate, words
-from .search import Found, Search
+from .search import Estimate, Search
 
 SHOWN = 10  # candidates of a plan, each simulated if possible
 SIMULATED = 4 * SHOWN  # simulations after which no further batch starts
@@ -57,43 +57,43 @@ class Confirmation:
     """The candidates confirmed so far: one micro-batch per layout or, with the goal "cheapest", one run per kind and
     number of GPUs. Other candidates wait, in case the first is refuted."""
 
-    remaining: Iterator[Found]
+    remaining: Iterator[Estimate]
     by_machines: bool
     candidates: list[Candidate] = field(default_factory=list)
     refuted: list[Training] = field(default_factory=list)
-    waiting: list[Found] = field(default_factory=list)
+    waiting: list[Estimate] = field(default_factory=list)
     interrupted: bool = False
 
-    def key(self, item: Candidate | Found) -> Any:
+    def key(self, item: Candidate | Estimate) -> Any:
         run = item.run if not self.by_machines else None
         alike: dict[str, Any] = {"micro_batch": 1, "accumulation": run.pp, "sync_each_batch": True} if run else {}
         return str(item.machines), run and replace(run, **alike)  # interleaving needs a multiple of pp micro-batches
 
-    def batch(self) -> list[Found]:
+    def batch(self) -> list[Estimate]:
         """Return the candidates to simulate next, as many as are missing."""
         confirmed = set(map(self.key, self.candidates))
-        batch: dict[Any, Found] = {}
+        batch: dict[Any, Estimate] = {}
         waiting, self.waiting = self.waiting, []
-        for found in chain(waiting, self.remaining):
-            key = self.key(found)
+        for candidate in chain(waiting, self.remaining):
+            key = self.key(candidate)
             if key in batch:
-                self.waiting.append(found)
+                self.waiting.append(candidate)
             elif key not in confirmed:
-                batch[key] = found
+                batch[key] = candidate
             if len(batch) + len(confirmed) == SHOWN:
                 break
         return list(batch.values())
 
-    def judge(self, found: Found, report: Report, answer: Report | str) -> None:
+    def judge(self, candidate: Estimate, report: Report, answer: Report | str) -> None:
         """Add the candidate if its simulation confirms it. Without a simulation (`answer` is a sentence), add it if
         its estimate is certain to fit."""
         if isinstance(answer, str):
-            if found.certain:
-                self.candidates.append(Candidate(found.run, found.machines, report, None, answer))
+            if candidate.certain:
+                self.candidates.append(Candidate(candidate.run, candidate.machines, report, None, answer))
         elif answer.outcome == "out of memory":
-            self.refuted.append(found.run)
+            self.refuted.append(candidate.run)
         else:
-            self.candidates.append(Candidate(found.run, found.machines, report, answer))
+            self.candidates.append(Candidate(candidate.run, candidate.machines, report, answer))
 
 
 def simulated_run(model: dict[str, Any], run: Run, device: GPU | str) -> Report | str:
@@ -159,7 +159,7 @@ def confirm(search: Search, executor: Executor | None) -> Confirmation:
     question = search.question
     by_machines = question.goal == "cheapest"
     done = Confirmation(_decidable(search, not isinstance(executor, NotSimulated)), by_machines)
-    simulations, batch, answers = 0, list[Found](), dict[int, Report | str]()
+    simulations, batch, answers = 0, list[Estimate](), dict[int, Report | str]()
 
     def judge() -> None:
         for index in sorted(answers):
@@ -175,46 +175,46 @@ def confirm(search: Search, executor: Executor | None) -> Confirmation:
     except KeyboardInterrupt:
         done.interrupted = True
         judge()
-        fitting = (found for found in search.seen if found.certain and found.run not in done.refuted)
+        fitting = (candidate for candidate in search.seen if candidate.certain and candidate.run not in done.refuted)
         done.remaining = iter(sorted(fitting, key=search.order))
         done.waiting = []
-        for found in done.batch():
-            done.judge(found, _report(question.spec, found), "Interrupted before its simulation.")
-    done.candidates.sort(key=lambda candidate: search.order(search.found(candidate.run, candidate.machines)))
+        for candidate in done.batch():
+            done.judge(candidate, _report(question.spec, candidate), "Interrupted before its simulation.")
+    done.candidates.sort(key=lambda candidate: search.order(search.estimate_of(candidate.run, candidate.machines)))
     return done
 
 
-def _report(spec: ModelSpec, found: Found) -> Report:
-    return derived(spec, found.run, found.machines.card, found.machines.cluster)[0]
+def _report(spec: ModelSpec, candidate: Estimate) -> Report:
+    return derived(spec, candidate.run, candidate.machines.gpu, candidate.machines.cluster)[0]
 
 
-def _decidable(search: Search, simulates: bool) -> Iterator[Found]:
+def _decidable(search: Search, simulates: bool) -> Iterator[Estimate]:
     """Yield candidates that are certain to fit or that a simulation can decide. It cannot decide a candidate whose
     estimate leaves no margin."""
-    for found in islice(search, LOOKED_AT):
+    for candidate in islice(search, LOOKED_AT):
         try:
-            if not found.certain:
-                _check_simulated(search.question.spec, found, simulates)
+            if not candidate.certain:
+                _check_simulated(search.question.spec, candidate, simulates)
         except NotAvailable:
             search.cuts[UNDECIDED] += 1
             search.tried -= 1
             continue
-        yield found
+        yield candidate
 
 
-def _check_simulated(spec: ModelSpec, found: Found, simulates: bool) -> None:
+def _check_simulated(spec: ModelSpec, candidate: Estimate, simulates: bool) -> None:
     if not simulates:
         raise NotAvailable("simulation is off")
     from ..simulation.report import check_simulated
 
-    check_simulated(spec, shortened(found.run), found.machines.card)
-    if found.memory > (1 - MARGIN) * found.machines.card.memory:
+    check_simulated(spec, shortened(candidate.run), candidate.machines.gpu)
+    if candidate.memory > (1 - MARGIN) * candidate.machines.gpu.memory:
         raise NotAvailable("its estimate leaves no margin")
 
 
 def _ask(
-    spec: ModelSpec, batch: list[Found], executor: Executor | None, answers: dict[int, Report | str],
-    progress: Callable[[list[Found], Mapping[int, Report | str]], None],
+    spec: ModelSpec, batch: list[Estimate], executor: Executor | None, answers: dict[int, Report | str],
+    progress: Callable[[list[Estimate], Mapping[int, Report | str]], None],
 ) -> None:  # fmt: skip
     """Simulate `batch` and put each answer into `answers` under its index. A simulation whose process died runs once
     more, with no other at the same time; if its process dies again, the answer is a sentence."""
@@ -224,9 +224,9 @@ def _ask(
         with _pool(executor, workers) as pool:
             futures: dict[Future[Report | str], int] = {}
             with _alone() if executor is None else nullcontext(), suppress(BrokenExecutor):  # raised by submit
-                for index, found in enumerate(batch):
+                for index, candidate in enumerate(batch):
                     if index not in answers:
-                        futures[pool.submit(simulate, spec.config, found.run, found.machines.card.name)] = index
+                        futures[pool.submit(simulate, spec.config, candidate.run, candidate.machines.gpu.name)] = index
             for future in as_completed(futures):
                 if not _lost(future):
                     answers[futures[future]] = future.result()
@@ -299,7 +299,7 @@ def _quiet() -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[list[Found], Mapping[int, Report | str]], None]]:
+def _progress() -> Iterator[Callable[[list[Estimate], Mapping[int, Report | str]], None]]:
     """Yield a function of a batch and the answers so far. On a terminal it prints the estimates first, then each run as
     its simulation ends, because simulations take minutes."""
     if not sys.stderr.isatty():
@@ -312,7 +312,7 @@ def _progress() -> Iterator[Callable[[list[Found], Mapping[int, Report | str]], 
     with Progress(console=console, transient=True) as bar:
         task, printed = bar.add_task("searching", total=None), set[int]()
 
-        def show(batch: list[Found], answers: Mapping[int, Report | str]) -> None:
+        def show(batch: list[Estimate], answers: Mapping[int, Report | str]) -> None:
             if not answers:
                 printed.clear()
                 console.print("Estimated, before simulation:")

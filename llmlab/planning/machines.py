@@ -17,7 +17,7 @@ from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
 class Machines:
     """GPUs of one kind: `nodes` nodes with `per_node` GPUs each."""
 
-    card: GPU
+    gpu: GPU
     nodes: int
     per_node: int
 
@@ -27,16 +27,16 @@ class Machines:
 
     @cached_property
     def cluster(self) -> Cluster | None:
-        return cluster(self.card, gpus=self.per_node) if self.total > 1 else None
+        return cluster(self.gpu, gpus=self.per_node) if self.total > 1 else None
 
     @property
     def usd_per_hour(self) -> float | None:
         """Rent of all GPUs in US dollars per hour; None for a GPU without a price."""
-        return None if self.card.usd_per_hour is None else self.card.usd_per_hour * self.total
+        return None if self.gpu.usd_per_hour is None else self.gpu.usd_per_hour * self.total
 
     def __str__(self) -> str:
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
-        return f"{nodes}{self.per_node}x{self.card.name}"
+        return f"{nodes}{self.per_node}x{self.gpu.name}"
 
     def __repr__(self) -> str:
         return f"<Machines: {self}>"

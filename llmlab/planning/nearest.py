@@ -11,7 +11,7 @@ from ..specs.model import model as find_model
 from ..specs.model import models
 from .machines import Machines, joined, of_total
 from .result import Nearest
-from .search import Found, Search
+from .search import Estimate, Search
 from .space import METHODS, Question
 
 MOST_GPUS = 1024
@@ -26,25 +26,25 @@ def nearest(question: Question, machines: Machines) -> tuple[Nearest, ...]:
     return tuple(answer for answers in directions if (answer := next(answers, None)))
 
 
-def fitting(question: Question, machines: Machines) -> Found | None:
+def fitting(question: Question, machines: Machines) -> Estimate | None:
     """Return the fastest run that is sure to fit; the batch is rounded up to a multiple of the number of GPUs."""
     batch = question.global_batch + -question.global_batch % machines.total
     search = Search(replace(question, global_batch=batch, goal="fastest"), [machines])
-    return next((found for found in islice(search, LOOKED_AT) if found.certain and found.seconds), None)
+    return next((candidate for candidate in islice(search, LOOKED_AT) if candidate.certain and candidate.seconds), None)
 
 
 def _answer(direction: str, description: str, question: Question, machines: Machines) -> Iterator[Nearest]:
     from ..formulas.report import estimated
 
-    if found := fitting(question, machines):
-        report = estimated(question.spec, found.run, machines.card, machines.cluster)
-        yield Nearest(direction, description, question.spec.name, machines, found.run, report, question.tokens)
+    if candidate := fitting(question, machines):
+        report = estimated(question.spec, candidate.run, machines.gpu, machines.cluster)
+        yield Nearest(direction, description, question.spec.name, machines, candidate.run, report, question.tokens)
 
 
 def _more(question: Question, machines: Machines) -> Iterator[Nearest]:
     total = 1
     while (total := 2 * total) <= MOST_GPUS:
-        larger = of_total(machines.card, total)
+        larger = of_total(machines.gpu, total)
         if total > machines.total and joined(larger):
             yield from _answer("More GPUs", str(larger), question, larger)
 
@@ -57,13 +57,13 @@ def _larger(question: Question, machines: Machines) -> Iterator[Nearest]:
         return device.usd_per_hour or float("inf")
 
     if question.within is None:
-        devices = [device for device in gpus() if device.memory > machines.card.memory]
+        devices = [device for device in gpus() if device.memory > machines.gpu.memory]
         devices.sort(key=lambda device: (device.memory, price(device)))
         direction = "A GPU with more memory"
     else:
-        devices = sorted((device for device in gpus() if device != machines.card), key=price)
+        devices = sorted((device for device in gpus() if device != machines.gpu), key=price)
         direction = "Another GPU"
-    devices = [device for device in devices if device.vendor == machines.card.vendor]
+    devices = [device for device in devices if device.vendor == machines.gpu.vendor]
     yield from _enough(direction, [Machines(device, machines.nodes, machines.per_node) for device in devices], question)
     total = machines.total
     while question.within is None and (total := 2 * total) <= MOST_GPUS:

@@ -90,7 +90,7 @@ class OutOfMemory(Tabular):
     variable: str = VARIABLE
 
     @property
-    def others(self) -> int:
+    def outside(self) -> int:
         """Bytes of GPU memory that are neither free nor reserved by PyTorch: contexts, NCCL, other processes."""
         return max(0, self.capacity - self.free - self.allocated - self.unallocated)
 
@@ -133,9 +133,9 @@ class OutOfMemory(Tabular):
                 "piece. Expandable segments (torch 2.1 and newer) join such pieces and would probably have prevented "
                 f"the error: set {self.variable}=expandable_segments:True."
             )
-        if self.others > max(self.short, self.capacity / 4):
+        if self.outside > max(self.short, self.capacity / 4):
             return (
-                f"Something outside PyTorch uses {show_bytes(self.others)} of the GPU: other processes (nvidia-smi "
+                f"Something outside PyTorch uses {show_bytes(self.outside)} of the GPU: other processes (nvidia-smi "
                 f"lists them), the CUDA context or NCCL. Without them, {show_bytes(self.requested)} would have fitted."
             )
         return (
@@ -146,7 +146,7 @@ class OutOfMemory(Tabular):
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON-ready values, sizes in bytes."""
-        return {**asdict(self), "others": self.others, "short": self.short, "advice": self.advice}
+        return {**asdict(self), "outside": self.outside, "short": self.short, "advice": self.advice}
 
     def _table(self) -> Table:
         rows = [
@@ -154,7 +154,7 @@ class OutOfMemory(Tabular):
             ("allocated", self.allocated, "memory of tensors: weights, optimizer states, activations, temporaries"),
             ("of that in private pools", self.private, "memory of CUDA graphs"),
             ("reserved, unallocated", self.unallocated, "cached by PyTorch, in no tensor"),
-            ("outside PyTorch", self.others, "CUDA context, NCCL buffers, other processes"),
+            ("outside PyTorch", self.outside, "CUDA context, NCCL buffers, other processes"),
             ("this process", self.process, "PyTorch, CUDA context and libraries together"),
             ("free", self.free, "at most; the message does not say" if self.free_at_most else "free memory of the GPU"),
             ("allowed", self.allowed, "limit set by set_per_process_memory_fraction"),

@@ -58,7 +58,7 @@ def plan(
     tried, cuts = search.tried, dict(search.cuts)  # before `around` adds to them
     if ranked:
         candidates = (ranked[0], *(replace(other, lost=lost(other, ranked[0], goal)) for other in ranked[1:]))
-        search.around(search.found(ranked[0].run, ranked[0].machines))
+        search.around(search.estimate_of(ranked[0].run, ranked[0].machines))
     else:
         candidates = ()
     none = not candidates and not confirmed.interrupted
@@ -86,8 +86,8 @@ def _problem(question: Question, choices: Sequence[Machines]) -> str:
     if question.within is None:
         return "Nothing fits."
     without_deadline = replace(question, within=None, goal="fastest")
-    times = [(found.seconds or 0.0) / (found.run.global_batch * found.run.seq_len) * (question.tokens or 0)
-             for machines in choices if (found := fitting(without_deadline, machines))]  # fmt: skip
+    times = [(candidate.seconds or 0.0) / (candidate.run.global_batch * candidate.run.seq_len) * (question.tokens or 0)
+             for machines in choices if (candidate := fitting(without_deadline, machines))]  # fmt: skip
     if not times:
         return "Nothing fits."
     within = f"{question.within:g} day{'s' if question.within != 1 else ''}"

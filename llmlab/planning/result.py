@@ -16,7 +16,7 @@ from ..specs.model import model as find_model
 from ..specs.run import Training, stack_of
 from .files.write import Written, write_files
 from .machines import Machines
-from .search import Found
+from .search import Estimate
 
 if TYPE_CHECKING:
     from ..plots.canvas import Picture
@@ -58,7 +58,7 @@ class Candidate:
         preset."""
         machines = self.machines
         spec = find_model(self.report.model if model is None else model)
-        return write_files(spec, self.run, machines.card.name, machines.nodes, machines.per_node, folder, force)
+        return write_files(spec, self.run, machines.gpu.name, machines.nodes, machines.per_node, folder, force)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -132,7 +132,7 @@ class Plan(Tabular, Sequence["Candidate"]):
     problem: str = ""
     interrupted: bool = False
     notes: tuple[Note, ...] = ()
-    seen: tuple[Found, ...] = field(default=(), compare=False)
+    seen: tuple[Estimate, ...] = field(default=(), compare=False)
 
     @property
     def best(self) -> Candidate | None:

@@ -46,7 +46,7 @@ LARGER, OVER, LATE, WORSE = "a smaller micro-batch does not fit", "exceed the GP
 NO_PROGRAM = "no program runs it"  # none of those that llmlab writes
 
 
-class Found(NamedTuple):
+class Estimate(NamedTuple):
     """A candidate with its estimates: the minimum bytes of the process on the fullest GPU, and the seconds of an update
     (None: not known)."""
 
@@ -76,7 +76,7 @@ class Search:
     machines: Iterable[Machines]
     tried: int = 0
     cuts: Counter[str] = field(default_factory=Counter)
-    seen: list[Found] = field(default_factory=list)
+    seen: list[Estimate] = field(default_factory=list)
     refused: SpecError | None = None  # of the first invalid combination
 
     def __post_init__(self) -> None:
@@ -89,11 +89,11 @@ class Search:
         for machines in self.machines:
             self._push(self._floor(machines), machines)
 
-    def __iter__(self) -> Iterator[Found]:
+    def __iter__(self) -> Iterator[Estimate]:
         """Yield the candidates that may fit, the best first; of equally good ones, the one with less memory first."""
         while self._queue:
             *_, item = heappop(self._queue)
-            if isinstance(item, Found):
+            if isinstance(item, Estimate):
                 yield item
             elif isinstance(item, Machines):
                 self._shapes(item)
@@ -102,18 +102,18 @@ class Search:
             else:
                 self._estimate(*item)
 
-    def order(self, found: Found) -> tuple[float, float]:
+    def order(self, candidate: Estimate) -> tuple[float, float]:
         """Return the key that candidates are sorted by: the value that the goal minimizes, then memory."""
-        seconds = inf if found.seconds is None else found.seconds
-        return self._value(seconds, found.machines, found.memory), found.memory
+        seconds = inf if candidate.seconds is None else candidate.seconds
+        return self._value(seconds, candidate.machines, candidate.memory), candidate.memory
 
-    def found(self, run: Training, machines: Machines) -> Found:
+    def estimate_of(self, run: Training, machines: Machines) -> Estimate:
         """Return the estimates of a run that was yielded."""
-        return next(found for found in self.seen if found.machines is machines and found.run == run)
+        return next(known for known in self.seen if known.machines is machines and known.run == run)
 
     def worse(self) -> int:
         """Return the number of candidates still in the queue, whose bounds exceed all values yielded so far."""
-        waiting = [item for *_, item in self._queue if not isinstance(item, (Found, Machines))]
+        waiting = [item for *_, item in self._queue if not isinstance(item, (Estimate, Machines))]
         return sum(len(item.rest) if isinstance(item, Shape) else 1 for item in waiting)
 
     @property
@@ -134,9 +134,9 @@ class Search:
     def _floor(self, machines: Machines) -> float:
         """Return the goal's value if the forward pass ran at the GPU's peak in its fastest dtype and nothing else did:
         a lower bound."""
-        peak = max(machines.card.peak(dtype) or 0 for dtype in ("fp32", "fp16", "bf16", "fp8")) or inf
+        peak = max(machines.gpu.peak(dtype) or 0 for dtype in ("fp32", "fp16", "bf16", "fp8")) or inf
         seq_len, batch = list(lengths(self.question))[-1]
-        forward = flops(self.question.spec, Training(seq_len=seq_len, accumulation=batch), machines.card).forward
+        forward = flops(self.question.spec, Training(seq_len=seq_len, accumulation=batch), machines.gpu).forward
         return self._value(forward / peak / machines.total, machines, 0.0)
 
     def _shapes(self, machines: Machines) -> None:
@@ -163,7 +163,7 @@ class Search:
         """Return the shares with which a program can run the shape: all of them if the stack has its own program."""
         if self.question.stack.own_program:
             return shares
-        shape_key = (machines.card.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
+        shape_key = (machines.gpu.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
         runnable = []
         for share in shares:
             key = (*shape_key, share.get("optimizer"), share["offload"], share["zero"], share["ep"] > 1,
@@ -179,7 +179,7 @@ class Search:
     def _has_program(self, fields: Mapping[str, Any], machines: Machines) -> bool:
         try:
             run = Training(**fields)
-            check(self.question.spec, run, machines.card)
+            check(self.question.spec, run, machines.gpu)
         except SpecError:  # an invalid run is cut elsewhere
             return True
         try:
@@ -193,8 +193,8 @@ class Search:
         """Return the seconds of computation alone, with the pipeline's bubble; None for a dtype that the GPU has no
         units for, or if these seconds already miss the deadline."""
         run = Training(**{name: value for name, value in fields.items() if name not in SHARED})
-        check(self.question.spec, run, machines.card)
-        passed = passes(self.question.spec, run, machines.card)
+        check(self.question.spec, run, machines.gpu)
+        passed = passes(self.question.spec, run, machines.gpu)
         if passed is None:
             return None
         # Only the last stage computes the loss and waits for it, so the mean over stages has 1/pp of both.
@@ -210,7 +210,7 @@ class Search:
         for share in shape.rest:
             fields = {**shape.fields, **share}
             least = self._least_memory(fields, shape.machines)
-            if least > shape.machines.card.room(shape.machines.total):
+            if least > shape.machines.gpu.room(shape.machines.total):
                 self.cuts[STATES] += least < inf
                 continue
             update = self._on_host(fields, shape.machines) if share["offload"] else 0.0
@@ -225,7 +225,7 @@ class Search:
         if key not in self._least:
             try:
                 run = Training(**fields)
-                check(self.question.spec, run, machines.card)
+                check(self.question.spec, run, machines.gpu)
             except SpecError as error:
                 self.refused = self.refused or error
                 return inf
@@ -239,7 +239,7 @@ class Search:
             run = Training(**fields)
         except SpecError:  # not supported by the stack; `_estimate` refuses it, too
             return 0.0
-        sent, host = crossing(self.question.spec, run), usual_host(machines.card)
+        sent, host = crossing(self.question.spec, run), usual_host(machines.gpu)
         gpus = max(host.gpus, machines.per_node)
         # If parameters are offloaded, too, the host also stores the trained weights in 16 bits.
         weights = 2 * sent.stepped if run.offload == "optimizer+parameters" else 0
@@ -250,7 +250,7 @@ class Search:
     def _estimate(self, fields: Mapping[str, Any], machines: Machines, known: Container[Training] = ()) -> None:
         try:
             run = Training(**fields)
-            check(self.question.spec, run, machines.card)
+            check(self.question.spec, run, machines.gpu)
         except SpecError as error:
             self.refused = self.refused or error
             return
@@ -258,14 +258,14 @@ class Search:
         if memory is None:
             return
         bytes_, certain = memory
-        seconds = timing(self.question.spec, run, machines.card, machines.cluster).seconds
+        seconds = timing(self.question.spec, run, machines.gpu, machines.cluster).seconds
         if seconds is not None and self.question.late(seconds, run):
             self.cuts[LATE] += 1
             return
         self.tried += 1
-        found = Found(run, machines, bytes_, seconds, certain)
-        self.seen.append(found)
-        self._push(self.order(found)[0], found, bytes_)
+        candidate = Estimate(run, machines, bytes_, seconds, certain)
+        self.seen.append(candidate)
+        self._push(self.order(candidate)[0], candidate, bytes_)
 
     def _memory(self, run: Training, machines: Machines) -> tuple[int, bool] | None:
         """Return the bytes of the fullest GPU and whether they are sure to fit; None if they do not fit.
@@ -278,7 +278,7 @@ class Search:
             self.cuts[LARGER] += 1
             return None
         try:
-            fit = fullest(self.question.spec, run, machines.card)
+            fit = fullest(self.question.spec, run, machines.gpu)
         except NotAvailable:
             return None
         if fit.outcome != "out of memory":
@@ -293,18 +293,18 @@ class Search:
         free = "micro_batch" not in self.question.fixed
         sizes = [size for size in divisors(per_rank) if size < run.micro_batch] if free else []
 
-        def over(size: int) -> bool:
+        def does_not_fit(size: int) -> bool:
             smaller = replace(run, micro_batch=size, accumulation=per_rank // size)
-            return fullest(self.question.spec, smaller, machines.card).outcome == "out of memory"
+            return fullest(self.question.spec, smaller, machines.gpu).outcome == "out of memory"
 
-        place = bisect_left(sizes, True, key=over)
+        place = bisect_left(sizes, True, key=does_not_fit)
         return sizes[place] if place < len(sizes) else run.micro_batch
 
     # ---- further points for the picture
 
-    def around(self, best: Found) -> None:
+    def around(self, best: Estimate) -> None:
         """Add to `seen` estimates of `best` with every micro-batch, checkpointing, ZeRO stage and offload."""
-        known = {found.run for found in self.seen}
+        known = {candidate.run for candidate in self.seen}
         fields = {name: value for name, value in best.run.values().items() if name not in SHARED}
         per_rank = best.run.micro_batch * best.run.accumulation
         for micro_batch, checkpointing in product(divisors(per_rank), (None, "selective", "full")):

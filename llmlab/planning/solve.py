@@ -181,12 +181,12 @@ def _decided(
     estimate, indices below `certain` fit, and indices `out` and above do not."""
     step = max(1, certain // FINE)
 
-    def over(index: int) -> bool:
+    def does_not_fit(index: int) -> bool:
         tried[index] = simulation(index).outcome != "fits"
         return tried[index]
 
     for indices in (range(max(0, certain - 1), out, step), range(0, max(0, certain - 1), step)):
-        fitting_count = bisect_left(indices, True, key=over)
+        fitting_count = bisect_left(indices, True, key=does_not_fit)
         if fitting_count:
             return indices[fitting_count - 1], indices[fitting_count] if fitting_count < len(indices) else out
         out = indices[0] if indices else out

@@ -103,7 +103,7 @@ def lengths(q: Question) -> Iterator[tuple[int, int]]:
 
 
 def _kinds(q: Question, machines: Machines, method: str) -> Iterator[dict[str, Any]]:
-    half = "bf16" if machines.card.supports_bf16 else "fp16"
+    half = "bf16" if machines.gpu.supports_bf16 else "fp16"
     precisions: tuple[str, ...] = (f"autocast-{half}", f"mixed-{half}") if method == "full" else (half,)
     if method == "full" and "precision" in q.allow and half == "bf16":
         precisions += ALLOWED["precision"]
@@ -114,7 +114,7 @@ def _kinds(q: Question, machines: Machines, method: str) -> Iterator[dict[str, A
         base["lora"] = adapters(q.spec)
     if method == "qlora":
         base["quantization"] = "nf4"
-    fp8 = ALLOWED["fp8"] if "fp8" in q.allow and machines.card.peak("fp8") else (None,)
+    fp8 = ALLOWED["fp8"] if "fp8" in q.allow and machines.gpu.peak("fp8") else (None,)
     for precision, compiled, eighth, checkpointing, kernels in product(
         q.options("precision", precisions), q.options("compile", (True, False)), q.options("fp8", fp8),
         q.options("checkpointing", (None, "selective", "full")),

@@ -34,7 +34,7 @@ def plot_curve(
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
     free = iter(color for color in LINES if color not in {COLORS.get(name) for name in series})
-    ends: list[tuple[str, float, float]] = []
+    last_points: list[tuple[str, float, float]] = []
     for i, (name, values) in enumerate(series.items()):
         color = COLORS.get(name) or next(free)
         y = [math.nan if v is None else float(v) for v in values]
@@ -45,14 +45,14 @@ def plot_curve(
         )  # fmt: skip
         known = [(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)]
         if known:
-            ends.append((name, *known[-1]))
+            last_points.append((name, *known[-1]))
     if not log:
         ax.set_ylim(bottom=min(0, *(b for values in series.values() for b in values if b is not None)))
     if len(x) <= 8 and log:
         ax.xaxis.set_major_locator(FixedLocator(list(x)))
         ax.xaxis.set_minor_locator(NullLocator())
     number_axes(ax, xlabel, ylabel)
-    _name_ends(picture, ax, ends)
+    _name_ends(picture, ax, last_points)
     picture.alt = f"{ylabel} against {xlabel}. " + " ".join(
         f"{name}: " + ", ".join(f"{b:.4g} at {a:g}" for a, b in _few(list(zip(x, values, strict=True)))) + "."
         for name, values in series.items()
@@ -60,18 +60,18 @@ def plot_curve(
     return picture
 
 
-def _name_ends(picture: Figure, ax: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
+def _name_ends(picture: Figure, ax: Axes, last_points: Sequence[tuple[str, float, float]]) -> None:
     """Write each series' name right of its last point, moved apart where names would overlap."""
     right = ax.get_yaxis_transform()
     texts = [
         ax.annotate(name, (1, y), xycoords=right, xytext=(8, 0), textcoords="offset points", va="center", size=SMALL)
-        for name, _, y in ends
+        for name, _, y in last_points
     ]
     picture.draw_without_rendering()
     bottom, top = ax.get_window_extent().y0, ax.get_window_extent().y1
     per_point = picture.dpi / 72
-    order = sorted(range(len(ends)), key=lambda i: ends[i][2])
-    wanted = [ax.transData.transform((ends[i][1], ends[i][2]))[1] for i in order]
+    order = sorted(range(len(last_points)), key=lambda i: last_points[i][2])
+    wanted = [ax.transData.transform((last_points[i][1], last_points[i][2]))[1] for i in order]
     places = spread(wanted, [SMALL * 1.3 * per_point] * len(order), bottom, top)
     for i, want, place in zip(order, wanted, places, strict=True):
         texts[i].set_position((8, (place - want) / per_point))

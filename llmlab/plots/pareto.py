@@ -1,4 +1,4 @@
-"""Memory against time of what a search estimated: each technique a mark, the front, the card, and the chosen one."""
+"""Memory against time of what a search estimated: each technique a mark, the front, the GPU, and the chosen one."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def plot_pareto(plan: Plan) -> Picture:
     if refuted:
         handles.append(ax.scatter([], [], 30, color=INK, marker="x", label="refuted by simulation"))
     picture.legend(handles=handles, loc="outside lower center", ncols=3)
-    ends = f"from {show_seconds(edge[0][0])} with {show_bytes(round(edge[0][1]))}"
-    ends += f" to {show_seconds(edge[-1][0])} with {show_bytes(round(edge[-1][1]))}"
-    picture.alt = f"{plan.model} on {plan.gpus}: {len(seen)} configurations, memory against time; the front goes {ends}"
+    span = f"from {show_seconds(edge[0][0])} with {show_bytes(round(edge[0][1]))}"
+    span += f" to {show_seconds(edge[-1][0])} with {show_bytes(round(edge[-1][1]))}"
+    picture.alt = f"{plan.model} on {plan.gpus}: {len(seen)} configurations, memory against time; the front goes {span}"
     picture.alt += f"; chosen is {show_seconds(chosen.seconds)} with {show_bytes(chosen.memory)}" if chosen else ""
     picture.alt += f"; {len(refuted)} are crossed out, refuted by their simulation." if refuted else "."
     return picture

@@ -11,7 +11,7 @@ from .canvas import MUTED, PALETTE, Picture, new_picture, styled
 
 
 class Operators(Protocol):
-    """The operators of a step on a card: a `llmlab.simulation.profile.operator_log.Operators`."""
+    """The operators of a step on a GPU: a `llmlab.simulation.profile.operator_log.Operators`."""
 
     @property
     def gpu(self) -> Any: ...
@@ -29,22 +29,22 @@ KINDS = {  # of kernels: what they are called here, and their colour
 
 @styled()
 def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Picture:
-    """Return one roofline per card, with a step's operators as dots, each as large as its share of the time.
+    """Return one roofline per GPU, with a step's operators as dots, each as large as its share of the time.
 
-    The data sheet's roofline is dashed, the measured one solid. `dtype` names, by card, the dtype whose peak is drawn.
-    Raises NotAvailable for a card whose rates were never measured, SpecError for a dtype without a rate on its card.
+    The data sheet's roofline is dashed, the measured one solid. `dtype` names, by GPU, the dtype whose peak is drawn.
+    Raises NotAvailable for a GPU whose rates were never measured, SpecError for a dtype without a rate on its GPU.
     """
     picture, axes = new_picture(3.6, 1, len(steps), sharey=True)
     words = []
     for ax, operators in zip(axes, steps, strict=True):
-        card, rates = operators.gpu, operators.rates
+        gpu, rates = operators.gpu, operators.rates
         points = operators.by_operator()
         total = sum(seconds for _, _, seconds in points.values())
-        which = dtype.get(card.name, "no dtype")
-        if which not in rates.matmul or (peak := card.peak(which)) is None:
-            raise SpecError(f"{which} for {card.name}; give dtype={{{card.name!r}: one of {', '.join(rates.matmul)}}}")
+        which = dtype.get(gpu.name, "no dtype")
+        if which not in rates.matmul or (peak := gpu.peak(which)) is None:
+            raise SpecError(f"{which} for {gpu.name}; give dtype={{{gpu.name!r}: one of {', '.join(rates.matmul)}}}")
         x = [10 ** (i / 20) for i in range(-40, 91)]
-        ax.plot(x, [min(peak, i * card.bandwidth) for i in x], "--", color=MUTED, lw=1, label="data sheet")
+        ax.plot(x, [min(peak, i * gpu.bandwidth) for i in x], "--", color=MUTED, lw=1, label="data sheet")
         ax.plot(x, [min(rates.matmul[which], i * rates.bandwidth) for i in x], color="black", lw=1.4, label="measured")
         by_kind = dict.fromkeys(KINDS, 0.0)
         for kind, (_, color) in KINDS.items():
@@ -56,11 +56,11 @@ def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Pictu
                     [6 + 500 * spent / total for *_, spent in rows], color=color, alpha=0.6, lw=0.5, edgecolor="black",
                 )  # fmt: skip
         ax.set(xscale="log", yscale="log", xlim=(1e-2, 3e4), ylim=(1e9, 2e15), xlabel="FLOP per byte")
-        apart = ": " if len(steps) < 3 else "\n"  # one line of each title would touch the next
-        ax.set_title(f"{card.name}, {which}{apart}{show_seconds(total)} of kernels")
+        separator = ": " if len(steps) < 3 else "\n"  # one line of each title would touch the next
+        ax.set_title(f"{gpu.name}, {which}{separator}{show_seconds(total)} of kernels")
         ridge = rates.matmul[which] / rates.bandwidth
         shares = ", ".join(f"{KINDS[kind][0]} {spent / total:.0%}" for kind, spent in by_kind.items())
-        words.append(f"{card.name}: ridge at {ridge:.0f} FLOP per byte; of the time {shares}")
+        words.append(f"{gpu.name}: ridge at {ridge:.0f} FLOP per byte; of the time {shares}")
     axes[0].set_ylabel("FLOP/s")
     handles = [axes[0].scatter([], [], 40, color=color, label=name) for name, color in KINDS.values()]
     picture.legend(handles=[*axes[0].lines, *handles], loc="outside lower center", ncols=3, columnspacing=1.2)

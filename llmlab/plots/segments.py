@@ -42,12 +42,12 @@ def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture
     blue = "dark is written, light reserved" if partly else "blue is allocated"
     ax.set_xlabel(f"address in the segment ({unit_name}); {blue}, white is free")
 
-    def said(segments: Sequence[Mapping[str, Any]]) -> str:
+    def size(segments: Sequence[Mapping[str, Any]]) -> str:
         used = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] != "inactive")
         reserved = sum(s["total_size"] for s in segments)
         written = [b["written"] for s in segments for b in s["blocks"] if "written" in b]
         filled = f" and {show_bytes(sum(written))} written" if written else ""
         return f"{show_bytes(used)} allocated{filled} in {len(segments)} segments of {show_bytes(reserved)}"
 
-    picture.alt = "Segments of an allocator. " + "; ".join(f"{title}: {said(s)}" for title, s in moments.items()) + "."
+    picture.alt = "Segments of an allocator. " + "; ".join(f"{title}: {size(s)}" for title, s in moments.items()) + "."
     return picture

@@ -130,8 +130,8 @@ class Snapshot:
         certain = [kind for kind in kinds if kind in ("logits", "workspace", GATHERED, COMMUNICATION)]
         part = "weights" if phase == "load" else certain[0] if certain else None
         nowhere = IN_BACKWARD if phase == "backward" else "(no Python frame)"
-        place = frames[0].module or next((each.line for each in frames if each.line), nowhere)
-        own = next((each.line for each in frames if each.line and each.is_own), "")
+        place = frames[0].module or next((frame.line for frame in frames if frame.line), nowhere)
+        own = next((frame.line for frame in frames if frame.line and frame.is_own), "")
         return Origin("backward" if recomputed else phase, place, own, part, recomputed)
 
     @cached_property
@@ -211,7 +211,7 @@ class History:
     def _replay(self) -> None:
         trace = self.snapshot.trace
         allocated = sum(event.size for event in self.events)
-        reserved = self.snapshot.reserved - sum(RECORD_SIZES.get(each["action"], 0) * each["size"] for each in trace)
+        reserved = self.snapshot.reserved - sum(RECORD_SIZES.get(entry["action"], 0) * entry["size"] for entry in trace)
         last = {entry["addr"]: number for number, entry in enumerate(trace) if entry["action"] == "alloc"}
         live = {event.address: event for event in self.events}
         for number, entry in enumerate(trace):
@@ -301,8 +301,8 @@ def growth(events: Iterable[Event], boundaries: Sequence[int], key: Callable[[in
     for event in events:
         if event.time > before and not counted:
             counted = True
-            for each in live.values():
-                count(sizes, each, -1)
+            for allocation in live.values():
+                count(sizes, allocation, -1)
         if event.time > now:
             break
         if event.size > 0:
@@ -311,10 +311,10 @@ def growth(events: Iterable[Event], boundaries: Sequence[int], key: Callable[[in
             live.pop(event.address, None)
     if not counted:  # nothing happened in the last step
         return {}
-    for each in live.values():
-        count(sizes, each)
-        if first < each.time <= before:
-            count(left, each)
+    for allocation in live.values():
+        count(sizes, allocation)
+        if first < allocation.time <= before:
+            count(left, allocation)
     grown = {name: min(size, sizes[name]) for name, size in left.items() if sizes[name] > 0}
     return dict(sorted(grown.items(), key=lambda item: -item[1]))
 
@@ -355,7 +355,7 @@ def read_snapshot(path: str | Path) -> Snapshot:
         segments, traces = content["segments"], content.get("device_traces", [])
         devices = sorted({segment.get("device", 0) for segment in segments}) or [0]
         sizes = {device: sum(s["total_size"] for s in segments if s.get("device", 0) == device) for device in devices}
-        device = max(sizes, key=lambda each: sizes[each])
+        device = max(sizes, key=lambda number: sizes[number])
         snapshot = Snapshot(
             [segment for segment in segments if segment.get("device", 0) == device],
             [entry for entry in traces[device] if _checked(entry)] if device < len(traces) else [],
@@ -428,7 +428,7 @@ def _frame(frame: Mapping[str, Any]) -> Frame:
 
 
 def _kind(file: str, name: str) -> str | None:
-    if any(each in file for each in OPTIMIZER_FILES) or (name == "step" and "optim" in file):
+    if any(name_part in file for name_part in OPTIMIZER_FILES) or (name == "step" and "optim" in file):
         return "optimizer"
     if "autograd::Engine::" in name or _is_of(BACKWARD, file, name):
         return "backward"

@@ -251,8 +251,8 @@ def _no_space() -> Iterator[None]:
 
     def init(*args: Any, space_id: str | None = None, **kwargs: Any) -> Any:
         if space_id is not None:
-            said = f"trackio's space_id={space_id!r} was not carried out: {NOT_CHANGED}"
-            warnings.warn(said, LabWarning, stacklevel=2)
+            warning = f"trackio's space_id={space_id!r} was not carried out: {NOT_CHANGED}"
+            warnings.warn(warning, LabWarning, stacklevel=2)
         return real(*args, **kwargs)
 
     with mock.patch.object(trackio, "init", init):

@@ -130,7 +130,8 @@ def _locals(errors: list[BaseException], *names: str) -> Iterator[Any]:
 
 def _address(errors: list[BaseException]) -> str | None:
     """Return the requested URL, else the host, from the variables in the traceback, the innermost frame first."""
-    texts = (each for frame in reversed(_frames(errors)) for each in frame.f_locals.values() if isinstance(each, str))
+    texts = (value for frame in reversed(_frames(errors)) for value in frame.f_locals.values()
+             if isinstance(value, str))  # fmt: skip
     hosts = (host for host in _locals(errors, "host") if isinstance(host, str))
     return next(filter(URL.fullmatch, texts), None) or next(hosts, None)
 

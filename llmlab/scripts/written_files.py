@@ -105,7 +105,7 @@ class WrittenFiles:
 
     def _is_there(self, path: str) -> bool:
         """Whether `path` existed before the run and was not removed in it."""
-        gone = any(_is_in(path, each) for each in self.removed)
+        gone = any(_is_in(path, folder) for folder in self.removed)
         return not gone and _exists(path)
 
     def _seen(self, path: str) -> str:

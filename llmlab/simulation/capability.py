@@ -1,4 +1,4 @@
-"""The compute capability of a simulated card, which decides what many CUDA kernels take."""
+"""The compute capability of a simulated GPU, which decides what many CUDA kernels take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Capability = tuple[int, int]
 
 
 def capability_of(gpu: GPU) -> Capability:
-    """Return the compute capability of `gpu`; raises NotAvailable for a card without CUDA."""
+    """Return the compute capability of `gpu`; raises NotAvailable for a GPU without CUDA."""
     if gpu.compute_capability is None:
         raise NotAvailable(f"{gpu.name} runs no CUDA kernels, and simulate knows only those; give an NVIDIA GPU")
     return gpu.compute_capability

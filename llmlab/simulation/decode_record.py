@@ -67,7 +67,7 @@ class StepRecorder:
         self.engine = engine
         self.requests: list[Request] = []
         # By address: the number of a malloc that was not freed, or -1 - n for tensor n of the cache before the step.
-        self.alive = {engine.address(each) or 0: -1 - number for number, each in enumerate(cached)}
+        self.alive = {engine.address(tensor) or 0: -1 - number for number, tensor in enumerate(cached)}
         self.complete = True  # whether all freed addresses were known
         self._new = count(1)
         self._numbers: dict[int, int] = {}  # of operators that have scratch, by id

@@ -43,9 +43,9 @@ def steps_that_run(run: Inference, window: int | None) -> set[int]:
     new_tokens = run.new_tokens
     if new_tokens <= FEW:
         return set(range(new_tokens))
-    apart = max(APART, new_tokens // 4 | 1)
+    interval = max(APART, new_tokens // 4 | 1)
     full = (window or 0) - run.prompt_len  # the step in which the window is full
-    return {*range(FIRST), *range(FIRST, new_tokens, apart), *range(full - 2, full + FIRST), new_tokens - 1}
+    return {*range(FIRST), *range(FIRST, new_tokens, interval), *range(full - 2, full + FIRST), new_tokens - 1}
 
 
 class Decoder:
@@ -90,7 +90,7 @@ class Decoder:
 
     def _run(self, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> tuple[Any, DecodeStep | None]:
         """Return the model's output, and the record of the step or None if it cannot be replayed."""
-        record, first, others = StepRecorder(self.engine, _cached(cache)), len(self.operators), _others(cache)
+        record, first, other_states = StepRecorder(self.engine, _cached(cache)), len(self.operators), _others(cache)
         self.engine.observer = record
         try:
             output = self.model(input_ids=input_ids, past_key_values=cache, **options)
@@ -99,7 +99,7 @@ class Decoder:
         living = tuple(map(record.living, [*_cached(cache), output.logits]))
         made = [number for number in record.alive.values() if number > 0]
         numbers = sorted(tensor.number for tensor in living)
-        if not record.complete or numbers != sorted(made) or _others(cache) != others:
+        if not record.complete or numbers != sorted(made) or _others(cache) != other_states:
             return output, None
         counters = tuple(_counters(layer) for layer in cache.layers)
         requests, kernels = tuple(record.requests), tuple(self.operators[first:])
@@ -109,7 +109,7 @@ class Decoder:
         """Send the requests of step `number`, and return an output with only its logits."""
         assert self.line is not None
         cached, steps = _cached(cache), number - self.line[0]
-        storages = [self.engine.held(tensor) for tensor in cached]
+        storages = [self.engine.storage_of(tensor) for tensor in cached]
         step = replayer.replay(steps, [storage.address for storage in storages])
         if self.highest is None or step.peak > self.highest.peak:
             self.highest = step

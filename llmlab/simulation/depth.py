@@ -139,8 +139,8 @@ def _stacks(spec: ModelSpec) -> dict[str, list[Signature]]:
 def _signature(layer: nn.Module) -> Signature:
     """Return a value that is the same for equal layers: their modules' names, types, parameter shapes and settings."""
     return tuple(
-        (name, type(module).__name__, tuple((key, tuple(each.shape)) for key, each in module._parameters.items()
-                                            if each is not None), _settings(module))
+        (name, type(module).__name__, tuple((key, tuple(own.shape)) for key, own in module._parameters.items()
+                                            if own is not None), _settings(module))
         for name, module in layer.named_modules()
     )  # fmt: skip
 

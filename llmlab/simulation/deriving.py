@@ -33,8 +33,8 @@ def trace_of(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
 
     if spec.name not in _announced and sys.stderr.isatty():  # a notebook would keep the line as an output
         _announced.add(spec.name)
-        kept = "this takes seconds for each new set of options, and is kept"
-        print(f"Deriving the formulas of {spec.name} from the code of transformers; {kept}.", file=sys.stderr)
+        note = "this takes seconds for each new set of options, and is kept"
+        print(f"Deriving the formulas of {spec.name} from the code of transformers; {note}.", file=sys.stderr)
     try:
         trace = derived(spec, run, card)
     except NotAvailable as error:

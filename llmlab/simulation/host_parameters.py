@@ -1,4 +1,4 @@
-"""Parameters on the host of a simulated card: they are fake too, so that no model takes this machine's memory."""
+"""Parameters on the host of a simulated GPU: they are fake too, so that no model takes this machine's memory."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class HostParameters:
     def replace(self, module: nn.Module, buffers: bool = False) -> None:
         """Put one fake parameter in the place of each real one, in all modules that share it, and of `buffers`."""
         made: dict[int, Tensor] = {}
-        for each in module.modules():
-            for name, parameter in each._parameters.items():
+        for child in module.modules():
+            for name, parameter in child._parameters.items():
                 if type(parameter) is not nn.Parameter or parameter.is_meta:
                     continue
                 if id(parameter) not in self._real:
                     fake = nn.Parameter(self._fake(parameter.data), parameter.requires_grad)
                     self._real[id(parameter)] = parameter, fake
-                each._parameters[name] = self._real[id(parameter)][1]
-                self._replaced.append((each, name, parameter))
-            for name, buffer in each._buffers.items() if buffers else ():
+                child._parameters[name] = self._real[id(parameter)][1]
+                self._replaced.append((child, name, parameter))
+            for name, buffer in child._buffers.items() if buffers else ():
                 if type(buffer) is Tensor and not buffer.is_meta:
-                    each._buffers[name] = made.setdefault(id(buffer), as_fake(self.engine.fake, buffer))
+                    child._buffers[name] = made.setdefault(id(buffer), as_fake(self.engine.fake, buffer))

@@ -1,7 +1,7 @@
 """Memory traffic of the rungs of `llmlab.course.kernels`, forward and backward, counted kernel by kernel.
 
-Rungs 0 and 1 are counted in the simulator, on the operators that the card has: they move what `Operators` says, each
-argument and each result once. Rung 2 is Inductor's own count of the code it writes for this machine's CPU; for a card
+Rungs 0 and 1 are counted in the simulator, on the operators that the GPU has: they move what `Operators` says, each
+argument and each result once. Rung 2 is Inductor's own count of the code it writes for this machine's CPU; for a GPU
 it may fuse more. Rungs 3 and 4 move what their Triton programs load and store, seen in Triton's interpreter on a CPU:
 twice what they load twice (`asked`), of which a cache may spare the second time (`bytes`).
 """
@@ -61,11 +61,11 @@ class Counted(NamedTuple):
         return self.forward.bytes / self.unit, self.backward.bytes / self.unit
 
 
-def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat16) -> list[Counted]:
-    """Return what rungs 0 and 1 move on `card`; rung 2, where a C++ compiler is; 3 and 4, where Triton interprets."""
+def count_ladder(kernel: str, gpu: GPU | str, dtype: torch.dtype = torch.bfloat16) -> list[Counted]:
+    """Return what rungs 0 and 1 move on `gpu`; rung 2, where a C++ compiler is; 3 and 4, where Triton interprets."""
     counts = []
     for rung in (0, 1):
-        with simulator(card) as sim:
+        with simulator(gpu) as sim:
             counts.append(_count(kernel, rung, dtype, "cuda", partial(_count_simulated, sim)))
     if shutil.which(os.environ.get("CXX", "g++")):
         counts.append(_count_compiled(kernel, dtype))
@@ -77,16 +77,16 @@ def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat
     return counts
 
 
-def count_all(card: str) -> dict[str, list[Counted]]:
+def count_all(gpu: str) -> dict[str, list[Counted]]:
     """Return `count_ladder` of every kernel, by its name. Where Triton compiles, another process interprets."""
     if rungs.triton is None or rungs.INTERPRETED:
-        return {kernel: count_ladder(kernel, card) for kernel in FLOPS}
+        return {kernel: count_ladder(kernel, gpu) for kernel in FLOPS}
     script = (
         "import pickle, sys\nfrom llmlab.simulation.ladder_traffic import count_all\n"
         "sys.stdout.buffer.write(pickle.dumps(count_all(sys.argv[1])))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script, card], env=environment, capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script, gpu], env=environment, capture_output=True, check=True)
     return pickle.loads(done.stdout)
 
 

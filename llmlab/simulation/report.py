@@ -41,7 +41,6 @@ from .allocator.caching import Allocator
 from .allocator.config import blocks_of
 from .allocator.memory import HostMemory
 from .capability import capability_of
-from .card import Card
 from .decode_replay import Decoder, Mispredicted, steps_that_run
 from .devices import HOST
 from .distributed.notes import notes as rank_notes
@@ -54,6 +53,7 @@ from .patching.install import as_cuda, installed
 from .patching.patches import count_random_states, fake_parameters, tensors_on_card
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
+from .simulated_gpu import SimulatedGPU
 from .simulator import EAGER_TOO_LARGE
 from .stacks import builder
 
@@ -97,30 +97,30 @@ def simulated(
         reports.append(_of_stage(spec, run, card, load_order, stage, how_much))
         if not how_much and reports[-1].outcome != "fits":
             return reports[-1]
-    first, *others = reports
-    if not others:
+    first, *later_reports = reports
+    if not later_reports:
         return first
     peaks_by_stage = ", ".join(f"stage {stage} {show_bytes(report.peak_allocated)}"
-                               for stage, report in zip(stages[1:], others, strict=True))  # fmt: skip
+                               for stage, report in zip(stages[1:], later_reports, strict=True))  # fmt: skip
     peaks = Note("other-stages", f"The figures are of pipeline stage 0; peaks of other stages: {peaks_by_stage}.")
     first = replace(first, notes=(peaks, *first.notes))
-    over = [report for report in others if report.outcome == "out of memory"]
-    if not over and card and any(report.outcome == "unknown" for report in others):
+    out_of_memory = [report for report in later_reports if report.outcome == "out of memory"]
+    if not out_of_memory and card and any(report.outcome == "unknown" for report in later_reports):
         notes = tuple(dict.fromkeys((EAGER_TOO_LARGE, *first.notes)))
         return replace(first, outcome="unknown", process=None, notes=notes)
-    if not over:
+    if not out_of_memory:
         return first
-    needed = max(report.needed or 0 for report in [first, *over])
-    where = first.where or over[0].where
+    needed = max(report.needed or 0 for report in [first, *out_of_memory])
+    where = first.where or out_of_memory[0].where
     return replace(first, outcome="out of memory", where=where, needed=needed, process=None)
 
 
 def _of_stage(
-    spec: ModelSpec, run: Run, card: GPU | None, load_order: LoadOrder, stage: int, how_much: bool
+    spec: ModelSpec, run: Run, gpu: GPU | None, load_order: LoadOrder, stage: int, how_much: bool
 ) -> Report:
-    recording = recorded(spec, run, card, load_order=load_order, stage=stage)
-    if card is None or recording.failed is None:
-        return _reported(spec, run, card, recording)
+    recording = recorded(spec, run, gpu, load_order=load_order, stage=stage)
+    if gpu is None or recording.failed is None:
+        return _reported(spec, run, gpu, recording)
     error, place = recording.failed
     upper = recording.engine.has_upper_sizes
     outcome: Outcome = "unknown" if upper else "out of memory"
@@ -128,11 +128,11 @@ def _of_stage(
     where += f", in stage {stage} of the pipeline" if stage else ""
     why = EAGER_TOO_LARGE if upper else Note("refused-request", str(error))
     if not how_much:
-        return Report(source="simulated", model=spec.name, run=run, gpu=card.name, capacity=card.memory,
+        return Report(source="simulated", model=spec.name, run=run, gpu=gpu.name, capacity=gpu.memory,
                       outcome=outcome, where=None if upper else where, notes=(why,))  # fmt: skip
-    roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order, stage=stage)
-    report = _reported(spec, run, card, roomy)
-    needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
+    roomy = recorded(spec, run, replace(gpu, memory=ROOMY), load_order=load_order, stage=stage)
+    report = _reported(spec, run, gpu, roomy)
+    needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + gpu.memory - gpu.room(run.world_size)
     return replace(
         report, outcome=outcome, where=None if upper else where, needed=None if upper else needed, process=None,
         notes=(why, *report.notes), step_seconds=None, step_seconds_low=None, step_seconds_high=None,
@@ -177,20 +177,20 @@ def recorded(
                                    "the run, or ask lab.estimate") from error  # fmt: skip
 
 
-def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
+def check_simulated(spec: ModelSpec, run: Run, gpu: GPU | None) -> None:
     """Raise NotAvailable for a run that cannot be simulated, without starting it."""
     if isinstance(run, Training) and (own := stack_of(run)).own_program:
-        if card is None:
+        if gpu is None:
             raise NotAvailable(f"simulate supports stack={own.name!r} on GPUs only; name one")
         builder(spec, run)
     elif run.world_size > 1:
         checked(spec, run)
     elif isinstance(run, Training) and run.offload:
-        check_offload(run, card is not None, "simulate")
+        check_offload(run, gpu is not None, "simulate")
 
 
 def _take(
-    spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], allocator: Callable[[int], Allocator],
+    spec: ModelSpec, run: Run, gpu: GPU | None, runs: set[int], allocator: Callable[[int], Allocator],
     on_phase: Callable[[str | None], None] | None, load_order: LoadOrder, stage: int,
 ) -> StepRecording:  # fmt: skip
     """Return the recording of a run. In a generation, the model's calls numbered `runs` run; others may be replayed."""
@@ -198,20 +198,20 @@ def _take(
     gc.collect()
     with swept() as look, ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
-        if card:
-            memory = allocator(card.room(run.world_size))
+        if gpu:
+            memory = allocator(gpu.room(run.world_size))
             if own.expandable_segments:
                 memory.configure(replace(memory.config, expandable_segments=True))
             host = RealHost(None) if own.names_cuda else None
-            simulated_card = Card(card, memory, host)
-            stack.enter_context(as_cuda(simulated_card, host, run.world_size) if host else installed(simulated_card))
-            engine = simulated_card.engine
+            simulated_gpu = SimulatedGPU(gpu, memory, host)
+            stack.enter_context(as_cuda(simulated_gpu, host, run.world_size) if host else installed(simulated_gpu))
+            engine = simulated_gpu.engine
         else:
             engine = Engine(HOST, HostMemory())  # this machine's own libraries run on fake tensors
             for patch in (fake_parameters(), tensors_on_card(), count_random_states(engine),
                           fake_bitsandbytes(on_card=False)):  # fmt: skip
                 stack.enter_context(patch)
-        recording = StepRecording(engine, card, on_phase)
+        recording = StepRecording(engine, gpu, on_phase)
         ranks = None
         if isinstance(run, Training) and (own.own_program or run.world_size > 1) and not host:
             ranks = stack.enter_context(fake_ranks(run, engine, recording.labelled, stage))
@@ -272,49 +272,49 @@ def _steps(
     step(recording.enter)
 
 
-def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> Report:
+def _reported(spec: ModelSpec, run: Run, gpu: GPU | None, recording: StepRecording) -> Report:
     sizes = logits_sizes(spec, run)
-    division = divide(recording.engine.events, recording.marks, blocks_of(sizes) if card else sizes)
+    division = divide(recording.engine.events, recording.marks, blocks_of(sizes) if gpu else sizes)
     libraries = {name: version for name in ("torch", "transformers") if (version := this_machine.installed(name))}
     phases = dict(division.phases)
-    if card and recording.loaded is not None:
+    if gpu and recording.loaded is not None:
         phases["load"] = recording.loaded
-    reserved, outside = recording.peak_reserved, card.outside(run.world_size) if card else None
+    reserved, outside = recording.peak_reserved, gpu.outside(run.world_size) if gpu else None
     peak_at = peak_place(division, recording.engine)
     return Report(
         source="simulated",
         model=spec.name,
         run=run,
-        gpu=card.name if card else None,
-        capacity=card.memory if card else None,
+        gpu=gpu.name if gpu else None,
+        capacity=gpu.memory if gpu else None,
         environment={"python": platform.python_version(), **libraries},
-        outcome="fits" if card else "unknown",
+        outcome="fits" if gpu else "unknown",
         peak_allocated=division.peak,
         peak_reserved=reserved,
         process=reserved + outside if reserved is not None and outside is not None else None,
         phases=phases,
         parts=division.parts,
         detail=division.detail,
-        notes=_notes(spec, run, card, recording),
+        notes=_notes(spec, run, gpu, recording),
         timeline=division.timeline,
         peak_at=str(peak_at) if peak_at else None,
         modules=by_module(division.blocks, recording.engine.places),
-        **_rates(spec, run, card, recording),
+        **_rates(spec, run, gpu, recording),
     )
 
 
-def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> tuple[Note, ...]:
+def _notes(spec: ModelSpec, run: Run, gpu: GPU | None, recording: StepRecording) -> tuple[Note, ...]:
     notes = []
     if quantization_of(run) == "int8":
         notes.append(INT8_NOTE)
-    if card and quantization_of(run) == "nf4":
+    if gpu and quantization_of(run) == "nf4":
         notes.append(NF4_NOTE)
     if stack_of(run).paged(run):
         notes.append(PAGED_STATES)
-    return (*notes, *rank_notes(spec, run, card), *notes_of(recording.engine))
+    return (*notes, *rank_notes(spec, run, gpu), *notes_of(recording.engine))
 
 
-def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> dict[str, Any]:
+def _rates(spec: ModelSpec, run: Run, gpu: GPU | None, recording: StepRecording) -> dict[str, Any]:
     """Return the FLOP and, if the time of every kernel is known, the time: that of the kernels that ran, and the
     communication time that `estimate` computes."""
     operators = recording.operators
@@ -322,13 +322,13 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     seconds: float | None
     low: float | None
     high: float | None
-    if card is None or recording.engine.launches:
+    if gpu is None or recording.engine.launches:
         return rates
     if isinstance(run, Training):
         if stack_of(run).own_kernels:
             return rates  # some functions are compiled, and of Apex's kernels only the allocations are simulated
         traced = operators.traced(logits_of(spec, run))
-        timed = timing(spec, run, card, traced=traced) if traced else None
+        timed = timing(spec, run, gpu, traced=traced) if traced else None
         if timed is None or timed.seconds is None:
             return rates
         rates |= {"time": timed.parts, "time_sources": timed.sources, "time_hidden": timed.hidden,
@@ -344,5 +344,5 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
         "step_seconds_low": low,
         "step_seconds_high": high,
         "tokens_per_second": tokens_of(run) / seconds,
-        "mfu": mfu(spec, run, card, seconds),
+        "mfu": mfu(spec, run, gpu, seconds),
     }

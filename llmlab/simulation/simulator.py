@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .card import Card
     from .profile.operator_log import Operators
     from .profile.timeline import Phases, Timeline
+    from .simulated_gpu import SimulatedGPU
 
 EAGER_TOO_LARGE = Note(
     "counted-eager",
@@ -45,9 +45,9 @@ class Simulator:
     `reset_peak()`, and `timeline`, the bytes after each allocation and each free, mean the same as in `lab.meter`.
     """
 
-    def __init__(self, card: Card, phases: Phases) -> None:
-        self._card, self._phases = card, phases
-        self.gpu: GPU = card.gpu
+    def __init__(self, gpu: SimulatedGPU, phases: Phases) -> None:
+        self._card, self._phases = gpu, phases
+        self.gpu: GPU = gpu.gpu
 
     @property
     def ranks(self) -> int:
@@ -228,13 +228,13 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     capability_of(device)
     from .allocator.caching import Allocator
     from .allocator.config import AllocatorConfig
-    from .card import Card
     from .engine.real_host import RealHost
     from .patching.install import script_on
+    from .simulated_gpu import SimulatedGPU
 
     host = RealHost(assume)
     memory = Allocator(device.room(), AllocatorConfig.from_environment(), device.memory)
     memory.late_config = AllocatorConfig.from_environment  # a script may set it in its first lines
-    card = Card(device, memory, host)
+    card = SimulatedGPU(device, memory, host)
     with script_on(card, host, world_size) as phases:
         yield Simulator(card, phases)

@@ -1,4 +1,4 @@
-"""Streams, events and CUDA graphs of the simulated card, where nothing takes time.
+"""Streams, events and CUDA graphs of the simulated GPU, where nothing takes time.
 
 A block that was freed on a stream is only used again on that stream (c10/cuda/CUDACachingAllocator.cpp): the allocator
 follows that. Everything a stream was asked to do is done at once, so record_stream delays nothing; backward runs on the

@@ -1,4 +1,9 @@
-"""The base of all specs of a run: checks that name the field, printing, and JSON."""
+"""The base of all specs of a run: checks that name the field, printing, and JSON.
+
+Written by hand, because cattrs and msgspec check types while they read JSON. Most runs are written in Python, their
+errors list the allowed values, and most checks compare fields. With a library, only the twenty lines of
+`run_from_dict` could go, and the calculator in the browser would load another package.
+"""
 
 from __future__ import annotations
 

@@ -42,19 +42,6 @@ class Linear:
         return self.count * self.outputs * (self.inputs + self.bias)
 
 
-def gpt2_closed_form(hidden: int, layers: int, vocab: int, positions: int = 0) -> int:
-    """Return N = hv + L(12h² + 13h) + 2h (+ h · positions), the parameters of a GPT-2-like model.
-
-    A block: attention 4h² + 4h, MLP of width 4h 8h² + 5h, two LayerNorms 4h. 2h is the final LayerNorm; the head
-    shares the embedding hv. Learned positions add one row of h per position, 0.6 % of GPT-2, which the usual formula
-    omits.
-
-    >>> gpt2_closed_form(hidden=768, layers=12, vocab=50257, positions=1024)
-    124439808
-    """
-    return hidden * vocab + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden + hidden * positions
-
-
 def linears(spec: Sizes) -> tuple[Linear, ...]:
     """Return every linear layer in the order of a block, without routed experts, which `components` counts."""
     attention = _latent_attention(spec) if spec.mla else _attention(spec)

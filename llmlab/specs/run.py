@@ -84,6 +84,16 @@ class LoRA(ChoiceSpec):
             raise SpecError(f"autocast_adapter_dtype={self.autocast_adapter_dtype!r} is neither True nor False")
 
 
+COUNTS = ("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate", "virtual_stages")
+SWITCHES = ("double_quant", "sync_each_batch", "sequence_parallel", "loss_parallel", "compile")
+CHOICES: dict[str, tuple[object, ...]] = {
+    "precision": PRECISIONS, "optimizer": OPTIMIZERS, "checkpointing": CHECKPOINTING, "attention": ATTENTIONS,
+    "quantization": QUANTIZATIONS, "half_layers": HALF_LAYERS, "zero": (0, 1, 2, 3), "offload": OFFLOADS,
+    "kernels": KERNELS, "fp8": FP8_RECIPES, "schedule": SCHEDULES, "reduce_dtype": REDUCE_DTYPES,
+    "method": METHOD_NAMES, "reference": REFERENCES, **dict.fromkeys(SWITCHES, (True, False)),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, repr=False)
 class Training(ChoiceSpec):
     """One training step: the work of each device, its precision, and how many devices share the model and the data.
@@ -177,29 +187,8 @@ class Training(ChoiceSpec):
 
     def __post_init__(self, unset: frozenset[str]) -> None:
         super().__post_init__(unset)
-        self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate",
-                           "virtual_stages")  # fmt: skip
-        self._check_choices(
-            precision=PRECISIONS,
-            optimizer=OPTIMIZERS,
-            checkpointing=CHECKPOINTING,
-            attention=ATTENTIONS,
-            quantization=QUANTIZATIONS,
-            double_quant=(True, False),
-            half_layers=HALF_LAYERS,
-            zero=(0, 1, 2, 3),
-            offload=OFFLOADS,
-            kernels=KERNELS,
-            fp8=FP8_RECIPES,
-            schedule=SCHEDULES,
-            sync_each_batch=(True, False),
-            reduce_dtype=REDUCE_DTYPES,
-            sequence_parallel=(True, False),
-            loss_parallel=(True, False),
-            compile=(True, False),
-            method=METHOD_NAMES,
-            reference=REFERENCES,
-        )
+        self._check_counts(*COUNTS)
+        self._check_choices(**CHOICES)
         if self.lora is not None and not isinstance(self.lora, LoRA):
             example = "lora=lab.LoRA(rank=16, targets=('q_proj', 'v_proj'))"
             raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")

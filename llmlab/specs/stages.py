@@ -18,16 +18,16 @@ from .run import Training, stack_of
 
 
 @lru_cache(1024)  # an estimate calls it a dozen times with the same arguments
-def stage_layers(layers: int, stages: int, name: str = "the model", ends: bool = False) -> tuple[int, ...]:
-    """Return the number of layers of each stage. With `ends`, the embedding and the head count as layers even if the
-    stages could be equal. Raises SpecError if a stage would have no layer.
+def stage_layers(layers: int, stages: int, name: str = "the model", count_ends: bool = False) -> tuple[int, ...]:
+    """Return the number of layers of each stage. With `count_ends`, the embedding and the head count as layers even if
+    the stages could be equal. Raises SpecError if a stage would have no layer.
 
     >>> stage_layers(32, 4)
     (8, 8, 8, 8)
     >>> stage_layers(126, 8)     # 128 with embedding and head
     (15, 16, 16, 16, 16, 16, 16, 15)
     """
-    if stages > layers or min(counts := _counts(layers, stages, ends)) < 1:  # the first test avoids a huge list
+    if stages > layers or min(counts := _counts(layers, stages, count_ends)) < 1:  # the first test avoids a huge list
         problem = f"pp={stages} leaves a stage of {name} without any of its {layers} layers"
         raise SpecError(f"{problem}; give pp={(layers + 2) // 2} at most, or pp={layers}")
     return counts
@@ -63,7 +63,7 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     if not stack.counts_embedding_and_head_as_layers or run.pp == 1:
         return stage_layers(spec.layers, run.pp, spec.name)
     counts = tuple(sum(chunks_of(spec, run, rank)) for rank in range(run.pp))
-    return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # raises
+    return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, count_ends=True)  # raises
 
 
 def _counts(layers: int, stages: int, count_ends: bool) -> tuple[int, ...]:

@@ -29,21 +29,21 @@ Models = dict[str, Any]  # by what they are for; the trained one is "trained"
 def other_models(spec: ModelSpec, run: Training, build: Built) -> dict[str, nn.Module]:
     """Return the models that reside beside the trained one, made by `build`; all but the value model are frozen."""
     own = run.objective
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     whole = partial(replace, lora=None, quantization=None, reference=None)
     if run.reference_model in ("kept", "offloaded"):
-        found["reference"] = build(spec, whole(run, checkpointing=None))
+        models["reference"] = build(spec, whole(run, checkpointing=None))
     if own.loss == "teacher":
-        found["teacher"] = build(find_model(run.teacher) if run.teacher else spec, whole(run, checkpointing=None))
+        models["teacher"] = build(find_model(run.teacher) if run.teacher else spec, whole(run, checkpointing=None))
     if own.critic:
-        found["reward"] = build(spec, whole(run.update, checkpointing=None, num_labels=1))
-    for model in found.values():
+        models["reward"] = build(spec, whole(run.update, checkpointing=None, num_labels=1))
+    for model in models.values():
         model.eval().requires_grad_(False)
     if run.reference_model == "offloaded":
-        found["reference"].to("cpu")
+        models["reference"].to("cpu")
     if own.critic:
-        found["value"] = build(spec, whole(run.update, num_labels=1))
-    return found
+        models["value"] = build(spec, whole(run.update, num_labels=1))
+    return models
 
 
 def score_tokens(model: Any, run: Training) -> None:
@@ -56,16 +56,16 @@ def score_tokens(model: Any, run: Training) -> None:
         hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         last = run.completion_len or run.seq_len - 1
         hidden, targets = hidden[:, -1 - last : -1], input_ids[:, -last:]
-        found = chunked_log_probs(hidden.reshape(-1, hidden.shape[-1]), head(self).weight, targets.reshape(-1))
-        return found.view(targets.shape)
+        log_probs = chunked_log_probs(hidden.reshape(-1, hidden.shape[-1]), head(self).weight, targets.reshape(-1))
+        return log_probs.view(targets.shape)
 
     model.forward = MethodType(forward, model)
 
 
 def head(model: Any) -> nn.Linear:
     """Return the head of a language model."""
-    found: nn.Linear = model.get_output_embeddings()
-    return found
+    linear: nn.Linear = model.get_output_embeddings()
+    return linear
 
 
 @contextmanager
@@ -141,8 +141,8 @@ def _distillation(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, T
         teacher = models["teacher"](input_ids=ids, use_cache=False).logits
     temperature, rows = 1.0, torch.arange(ids[:, 1:].numel(), device=ids.device)
     student, target = logits[:, :-1] / temperature, teacher[:, :-1] / temperature
-    apart = F.kl_div(student.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True)
-    return apart.flatten(0, 1).index_select(0, rows).sum() / len(rows), logits  # of the tokens that count
+    divergence = F.kl_div(student.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True)
+    return divergence.flatten(0, 1).index_select(0, rows).sum() / len(rows), logits  # of the tokens that count
 
 
 def _policy_gradient(run: Training, models: Models, ids: Tensor) -> tuple[Tensor, None]:
@@ -160,8 +160,8 @@ def _policy_gradient(run: Training, models: Models, ids: Tensor) -> tuple[Tensor
     ratio = (trained - before).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
     if run.reference_model:
-        apart = (reference if run.reference_model != "precomputed" else before) - trained
-        loss = loss + BETA * (apart.exp() - apart - 1).mean()
+        log_ratio = (reference if run.reference_model != "precomputed" else before) - trained
+        loss = loss + BETA * (log_ratio.exp() - log_ratio - 1).mean()
     if "value" in models:
         values = models["value"]
         hidden = values.base_model(input_ids=ids, use_cache=False).last_hidden_state

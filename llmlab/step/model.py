@@ -217,7 +217,7 @@ def _check_libraries(run: Run, device: torch.device) -> None:
         (kernels == "fused-loss", "flash_attn", "kernels='fused-loss'", "flash-attn"),
         (run.attention == "flash", "flash_attn", "attention='flash'", "flash-attn"),
     ]
-    simulated = device.type != "cuda" and device.index is not None  # the card is "cpu:0"
+    simulated = device.type != "cuda" and device.index is not None  # the GPU is "cpu:0"
     for needed, package, what, source in needs:
         if not needed or (simulated and package == "flash_attn"):  # simulate has functions of its own in its place
             continue

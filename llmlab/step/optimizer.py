@@ -31,12 +31,12 @@ ELEMENTWISE = ("sgd", "adamw", "adamw-fused")  # they treat every element alike,
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon steps `matrices`, then AdamW `others`; to what steps, scales and counts it looks like one optimizer."""
+    """Muon steps `matrices`, then AdamW the `rest`; to what steps, scales and counts it looks like one optimizer."""
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], fused: bool | None) -> None:
+    def __init__(self, matrices: list[nn.Parameter], rest: list[nn.Parameter], fused: bool | None) -> None:
         # The rate of AdamW serves both: each matrix's update is as large as AdamW's is (arXiv 2502.16982, section 2.2).
         muon = torch.optim.Muon(matrices, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
-        self.both: list[Optimizer] = [muon, torch.optim.AdamW(others, lr=LEARNING_RATE, fused=fused)]
+        self.both: list[Optimizer] = [muon, torch.optim.AdamW(rest, lr=LEARNING_RATE, fused=fused)]
         self.param_groups = [group for optimizer in self.both for group in optimizer.param_groups]
 
     @property
@@ -72,8 +72,8 @@ def build_muon(parameters: list[nn.Parameter], matrices: list[bool], fused: bool
         raise NotAvailable(f"optimizer='muon' needs torch 2.9 or newer, and {torch.__version__} is installed; give "
                            "adamw")  # fmt: skip
     chosen = [parameter for parameter, muon in zip(parameters, matrices, strict=True) if muon]
-    others = [parameter for parameter, muon in zip(parameters, matrices, strict=True) if not muon]
-    return MuonWithAdamW(chosen, others, fused)
+    rest = [parameter for parameter, muon in zip(parameters, matrices, strict=True) if not muon]
+    return MuonWithAdamW(chosen, rest, fused)
 
 
 def build_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:

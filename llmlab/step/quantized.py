@@ -69,7 +69,7 @@ def quantize_linears(
     skipped = [*head, *last]
     model = integration.replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=wanted)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
-    linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
+    linears = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, kinds)}
     odd = [linear.in_features for linear in linears.values() if linear.in_features % NF4_BLOCK]
     if quantization == "nf4" and device == HOST and odd:
         raise NotAvailable(
@@ -80,7 +80,7 @@ def quantize_linears(
     stored = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     if device != HOST:
         bits = {name: QUANTIZED_BYTES[quantization] for name in linears}
-        _warm_up(sum(each.numel() * bits.get(name, each.element_size()) for name, each in stored.items()), device)
+        _warm_up(sum(tensor.numel() * bits.get(name, tensor.element_size()) for name, tensor in stored.items()), device)
     convert = (integration.Bnb4bitQuantize if quantization == "nf4" else integration.Bnb8bitQuantize)(None).convert
     _load(model, linears, stored, convert, compute, device, load_order)
     model.tie_weights()  # a tied head has the embedding that was loaded, and takes no memory

@@ -72,7 +72,7 @@ class Step:
     scaler: torch.amp.GradScaler | None = None
     cache: Any = field(default=None, repr=False)
     offload: Offloaded | None = None
-    others: dict[str, nn.Module] = field(default_factory=dict)  # models of the method, by what they are for
+    method_models: dict[str, nn.Module] = field(default_factory=dict)  # models of the method, by what they are for
     images: Images | None = None  # of each sequence
     decoder: Callable[..., Any] | None = None  # called in the model's place to generate: `simulate` plays steps back
 
@@ -85,7 +85,7 @@ class Step:
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors that live across phases, by part; "buffers" are the model's, "inputs" the token ids."""
         parameters = self.parameters or list(self.model.parameters())
-        parameters = parameters + [p for model in self.others.values() for p in model.parameters()]
+        parameters = parameters + [p for model in self.method_models.values() for p in model.parameters()]
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
         parts = {
             "weights": parameters + _quantization_tensors(self.model),
@@ -162,7 +162,7 @@ def build_step(
     model = build(spec, as_built(run))
     step = Step(run, device, model, [], parameters=list(model.parameters()) if ranks else None)
     if run.method != "sft":
-        step.others = other_models(spec, as_built(run), build)
+        step.method_models = other_models(spec, as_built(run), build)
     step.images = images_of(spec, run)
     if not run.offload:
         _add_optimizer(step, run, ranks)
@@ -187,7 +187,7 @@ def _check_cache(spec: ModelSpec, run: Inference) -> None:
 
 def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
     """Give the step its optimizer, with master weights and a loss scaler where the run has them; wrap it for DDP."""
-    models = step.model, *step.others.values()
+    models = step.model, *step.method_models.values()
     stepped = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
     if ranks and steps_locally(run, ranks):
         step.shards = LocalShards(stepped)
@@ -233,7 +233,7 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
                     output = step.model(**arguments(step.model, ids, run, step.images))
                     loss, logits = output.loss, output.logits  # (B, T, V); None with a fused loss
                 else:
-                    loss, logits = loss_of(run, {"trained": step.model, **step.others}, ids)
+                    loss, logits = loss_of(run, {"trained": step.model, **step.method_models}, ids)
             loss = loss / run.accumulation
             if step.scaler:
                 loss = step.scaler.scale(loss)

@@ -75,6 +75,6 @@ def points(
     if not where.several:
         return [*chosen, (1, usable[len(usable) // 4])]
     used = {sequences for sequences, _ in chosen}
-    others = ((sequences, length) for length in usable for sequences in counts[length])
-    last = next((pair for pair in others if pair not in chosen and (len(used) > 1 or pair[0] not in used)), None)
+    sizes = ((sequences, length) for length in usable for sequences in counts[length])
+    last = next((pair for pair in sizes if pair not in chosen and (len(used) > 1 or pair[0] not in used)), None)
     return [*chosen, last] if last else None

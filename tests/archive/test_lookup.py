@@ -1,4 +1,4 @@
-"""Records are found by what model, run and card mean, not by how they are spelled."""
+"""Records are found by what model, run and GPU mean, not by how they are spelled."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`llmlab record` measures what is missing, skips what the card cannot, writes at once and keeps to its budget."""
+"""`llmlab record` measures what is missing, skips what the GPU cannot, writes at once and keeps to its budget."""
 
 import io
 

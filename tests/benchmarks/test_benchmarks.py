@@ -116,7 +116,7 @@ def test_each_tool_answers_in_bytes_or_is_not_installed(tool):
     elif CANNOT.get(tool.name) == QLORA.quantization:
         assert answer == [None]
     else:
-        assert 50 * 2**20 < answer[0] < 64 * 2**30  # 135M parameters in 4 bits, and less than any card
+        assert 50 * 2**20 < answer[0] < 64 * 2**30  # 135M parameters in 4 bits, and less than any GPU
 
 
 def test_mem_tracker_holds_the_tensors_of_a_step_with_frozen_parameters():

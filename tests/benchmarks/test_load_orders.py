@@ -59,7 +59,7 @@ def test_a_tied_head_takes_no_memory_when_a_quantized_model_is_loaded():
 
 
 def test_a_step_that_does_not_fit_has_no_peaks_and_all_its_requests():
-    """The requests come from a card with room for them, so that another order may still be found to fit."""
+    """The requests come from a GPU with room for them, so that another order may still be found to fit."""
     requests = requests_of(LLAMA, RUN, "T4")
     order = list(one_at_a_time(requests.sizes))
     needed = requests.in_order(order).reserved

@@ -1,4 +1,4 @@
-"""The benchmark of plans: the margin follows from measured steps; alternatives are one model on the same cards."""
+"""The benchmark of plans: the margin follows from measured steps; alternatives are one model on the same GPUs."""
 
 from dataclasses import replace
 

@@ -200,8 +200,8 @@ def in_scheme(page, scheme):
 
 def fits(page, scheme):
     in_scheme(page, scheme)
-    beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    assert beyond <= 0, f"the page scrolls sideways by {beyond} px"
+    scores = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert scores <= 0, f"the page scrolls sideways by {scores} px"
 
 
 def photograph(page, view):

@@ -357,9 +357,9 @@ def test_models_lists_every_model_with_its_shape():
 
 
 def test_records_lists_what_was_measured():
-    found = records(gpu="T4")
-    assert len(call("records", "--gpu", "T4").stdout.splitlines()) == 1 + len(found)
-    assert [Report.from_dict(data) for data in json.loads(call("records", "--gpu", "T4", "--json").stdout)] == found
+    reports = records(gpu="T4")
+    assert len(call("records", "--gpu", "T4").stdout.splitlines()) == 1 + len(reports)
+    assert [Report.from_dict(data) for data in json.loads(call("records", "--gpu", "T4", "--json").stdout)] == reports
     assert call("records", "huggyllama/llama-65b", "--gpu", "RTX-5090").stdout.count("\n") == 1
 
 
@@ -562,8 +562,8 @@ def test_a_terminal_without_the_letters_gets_the_answer_anyway():
 ])  # fmt: skip
 def test_without_torch_a_command_names_the_extra_to_install(monkeypatch, words):
     monkeypatch.setattr(errors, "find_spec", lambda package: None)
-    said = refused(*words)
-    assert "needs torch" in said and "pip install 'llmlab[torch]'" in said
+    message = refused(*words)
+    assert "needs torch" in message and "pip install 'llmlab[torch]'" in message
 
 
 def test_warnings_of_libraries_keep_their_place_and_ours_the_prefix(tmp_path):

@@ -30,10 +30,10 @@ def test_the_rates_of_a_t4_are_those_that_the_page_and_chapter_4_name():
 
 
 def test_the_bytes_of_elementwise_kernels_are_those_of_the_tables():
-    found = moved(SPEC, RUN, lab.gpu(GPU))
+    traffic = moved(SPEC, RUN, lab.gpu(GPU))
     mask = 4 * S * L * T  # read once for all heads
-    assert found.blocks == pytest.approx(L * T * LAYER + 12 * (N - V * h) + mask, rel=0.001)
-    assert found.loss + found.again == 48 * T * V
+    assert traffic.blocks == pytest.approx(L * T * LAYER + 12 * (N - V * h) + mask, rel=0.001)
+    assert traffic.loss + traffic.again == 48 * T * V
 
 
 def test_the_step_is_the_sum_that_the_page_derives():

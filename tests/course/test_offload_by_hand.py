@@ -33,10 +33,10 @@ def step(run, card, sharing, **how):
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_step_is_passes_and_update_and_copies_hide(name):
     run, card, sharing = MACHINES[name]
-    found = step(run, card, sharing)
-    assert found.adam == pytest.approx(30 * N / beta_host(card, sharing))
-    assert found.seconds == pytest.approx(found.compute + found.adam)
-    assert found.down == pytest.approx(2 * N / to_host(card)) and found.down < found.backward
+    timed = step(run, card, sharing)
+    assert timed.adam == pytest.approx(30 * N / beta_host(card, sharing))
+    assert timed.seconds == pytest.approx(timed.compute + timed.adam)
+    assert timed.down == pytest.approx(2 * N / to_host(card)) and timed.down < timed.backward
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -123,6 +123,6 @@ def test_expert_parallelism_leaves_a_rank_its_experts_and_as_many_tokens():
     half = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     run = replace(RUN, dp=4, precision="bf16")
     guess = lab.estimate({**half, "num_local_experts": 8}, replace(run, ep=2), CARD)
-    found = lab.simulate(half, run, CARD)
-    assert guess.peak_allocated == pytest.approx(found.peak_allocated, rel=0.02)
-    assert guess.phases["optimizer"] == pytest.approx(found.phases["optimizer"], rel=0.02)
+    report = lab.simulate(half, run, CARD)
+    assert guess.peak_allocated == pytest.approx(report.peak_allocated, rel=0.02)
+    assert guess.phases["optimizer"] == pytest.approx(report.phases["optimizer"], rel=0.02)

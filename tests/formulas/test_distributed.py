@@ -72,8 +72,8 @@ def test_fsdp_steps_on_many_gpus(row):
 @pytest.mark.parametrize("row", llama_405b()[:2], ids=lambda row: row.name)
 def test_llama_3_on_8192_and_16384_gpus(row):
     """arXiv 2407.21783, table 4; 126 layers on 16 stages, interleaved. No constant was fitted to it."""
-    found = step(LLAMA_405B, row.run, "H100", H100, ("data", "tensor"))
-    assert found.mfu == pytest.approx(row.mfu, rel=0.10)
+    timed = step(LLAMA_405B, row.run, "H100", H100, ("data", "tensor"))
+    assert timed.mfu == pytest.approx(row.mfu, rel=0.10)
     plain = step(LLAMA_405B, replace(row.run, virtual_stages=1), "H100", H100, ("data", "tensor"))
     assert plain.mfu < 0.8 * row.mfu  # without interleaving it could not have been
 
@@ -437,7 +437,7 @@ def test_what_megatron_hides_of_tensor_parallelism_is_behind_one_product():
             step(spec, replace(each, micro_batch=tokens), "A100", nodes).layer["tensor"] for each in (run, waits)
         )
         once = rates.collective("all-reduce", tokens * 1024 * 1600 * 2, nodes.group(5))
-        weights = [rates.product(width, 1600, tokens * 1024, "bf16") for width in (3 * 1600 // 5, 4 * 1600 // 5)]
+        weights = [rates.matmul(width, 1600, tokens * 1024, "bf16") for width in (3 * 1600 // 5, 4 * 1600 // 5)]
         behind = [min(once, each) for each in weights]
         assert exposed == pytest.approx(4 * once)
         assert hidden == pytest.approx(4 * once - (1 - training_rates()["scale"]["contention"]) * sum(behind))

@@ -28,7 +28,7 @@ def test_linear_layers_of_blocks_multiply_in_fp8_and_the_head_does_not():
     half, eight = (product_seconds(spec, run, found) for run in (BF16, replace(BF16, fp8="rowwise")))
     assert half["head"] == eight["head"]
     assert 1.3 < half["mlp"] / eight["mlp"] < 2 and 1.1 < half["attention"] / eight["attention"] < 2
-    ups = spec.layers * 2 * found.product(8192, 14336, 4096, "fp8")
+    ups = spec.layers * 2 * found.matmul(8192, 14336, 4096, "fp8")
     assert ups < eight["mlp"]
 
 
@@ -164,7 +164,7 @@ def test_products_with_a_scale_per_32_elements_take_longer():
     assert found.measured("mxfp8") and not kernels("A100").measured("mxfp8")
     for sizes in ((8192, 8192, 8192), (8192, 10**6, 8192)):
         assert found.extrapolates(*sizes, "mxfp8") is found.extrapolates(*sizes, "fp8")
-    assert kernels("A100").product(8192, 8192, 8192, "mxfp8") is None
+    assert kernels("A100").matmul(8192, 8192, 8192, "mxfp8") is None
 
 
 def test_weights_that_are_gathered_in_fp8_were_cast_as_shards():

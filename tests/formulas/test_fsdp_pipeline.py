@@ -127,5 +127,5 @@ def test_gradients_of_a_sharded_stage_are_whole_until_its_last_micro_batch():
         parameters = states(spec, one, stage).weights / 2
         assert moments["the first block of backward"]["gradients"] >= 4 * parameters * 0.999
         assert moments["the update"]["gradients"] == pytest.approx(4 * parameters / 8, rel=0.01)
-        held = states(spec, run, stage)
-        assert held.units.resident == pytest.approx(2 * parameters, rel=0.01)  # all of the stage's, and of no other
+        sizes = states(spec, run, stage)
+        assert sizes.units.resident == pytest.approx(2 * parameters, rel=0.01)  # all of the stage's, and of no other

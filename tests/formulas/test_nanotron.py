@@ -42,18 +42,18 @@ def test_a_block_keeps_all_of_qkv_with_rotated_queries_and_what_silu_returned():
 
 def test_gradients_lie_in_fp32_beside_half_ones_and_without_zero_ddps_buckets():
     share = share_of(LLAMA, RUN)
-    held = states(LLAMA, RUN)
+    sizes = states(LLAMA, RUN)
     every = LLAMA.parameters
-    found = gradients(share, held)
+    found = gradients(share, sizes)
     assert (found.accumulated, found.update, found.update_casts) == (4 * every, 4 * every, 0)
     assert found.stored.after_blocks == 6 * every
-    assert bucket_bytes(share, held) == 0
+    assert bucket_bytes(share, sizes) == 0
     unsharded = replace(RUN, zero=0)
     assert bucket_bytes(share_of(LLAMA, unsharded), states(LLAMA, unsharded)) == 2 * every
-    assert held.optimizer == 12 * (every // 8)
+    assert sizes.optimizer == 12 * (every // 8)
     half = replace(RUN, stack="nanotron:accumulate_grad_in_fp32=False")
-    assert gradients(share_of(LLAMA, half), held).accumulated == 2 * every
-    assert bucket_bytes(share_of(LLAMA, half), held) == 2 * every
+    assert gradients(share_of(LLAMA, half), sizes).accumulated == 2 * every
+    assert bucket_bytes(share_of(LLAMA, half), sizes) == 2 * every
 
 
 def test_of_an_embedding_cut_by_words_a_rank_has_its_part_of_the_gradient():

@@ -1,9 +1,7 @@
 """What offload costs by formula: bytes that cross, seconds, and memory, held to papers, DeepSpeed and the simulator."""
 
 import itertools
-import math
 from dataclasses import replace
-from statistics import median
 
 import pytest
 
@@ -23,7 +21,7 @@ from llmlab.formulas.time.offload import (
 )
 from llmlab.formulas.time.step import passes
 from llmlab.hardware.links import cluster
-from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme, to_host, usual_host
+from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme, to_host
 
 LLAMA = lab.model("meta-llama/Llama-3.1-8B")
 A100 = lab.gpu("A100-80GB")
@@ -85,13 +83,12 @@ def test_gpus_send_one_another_what_they_do_without_offload(offload, zero):
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("autocast-bf16", 1), ("mixed-bf16", 2)])
-def test_the_formula_is_within_half_a_percent_of_the_simulator(precision, accumulation):
+def test_the_formula_is_within_half_a_percent_of_the_simulator(precision, accumulation, agree):
     run = lab.Training(
         seq_len=1024, precision=precision, accumulation=accumulation, checkpointing="full", offload="optimizer"
     )
     spec = lab.model({**lab.model("meta-llama/Llama-3.2-1B").config, "num_hidden_layers": 4})
-    estimated, simulated = lab.estimate(spec, run, A100), lab.simulate(spec, run, A100)
-    assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.005)
+    _, simulated = agree(spec, run, A100, 0.005)
     assert "optimizer" not in simulated.parts and simulated.phases["optimizer"] < simulated.phases["backward"]
 
 
@@ -101,13 +98,13 @@ def step(run=RUN, card=A100, **where):
 
 
 def test_the_slowest_of_what_runs_side_by_side_counts():
-    found = step()
-    assert found.down < found.backward and found.up < found.adam
-    assert found.seconds == pytest.approx(found.compute + found.adam)
-    assert found.waiting == pytest.approx(found.adam)
+    timed = step()
+    assert timed.down < timed.backward and timed.up < timed.adam
+    assert timed.seconds == pytest.approx(timed.compute + timed.adam)
+    assert timed.waiting == pytest.approx(timed.adam)
     short = step(changed(micro_batch=1, seq_len=256))  # too few tokens to hide behind
     assert short.seconds == pytest.approx(short.forward + short.down + short.adam)
-    assert lab.estimate(LLAMA, RUN, A100).step_seconds == pytest.approx(found.seconds)
+    assert lab.estimate(LLAMA, RUN, A100).step_seconds == pytest.approx(timed.seconds)
 
 
 def test_eight_gpus_with_zero_wait_an_eighth():
@@ -117,7 +114,6 @@ def test_eight_gpus_with_zero_wait_an_eighth():
 def test_memory_that_is_not_pinned_hides_nothing():
     found = step(pinned=False)
     assert found.seconds == pytest.approx(found.compute + found.down + found.up + found.adam)
-    assert to_host(A100, pinned=False) < to_host("V100-32GB") < to_host(A100) < to_host("H100")
 
 
 def test_a_drive_reads_and_writes_all_states():
@@ -162,22 +158,7 @@ def test_a_schedule_ends_when_the_step_does_but_for_a_bucket():
     assert min(start for lane, start, _, _ in works if lane == "CPU") == max(down)
 
 
-def test_every_host_has_a_source_and_cards_of_the_table():
-    for each in hosts().values():
-        assert each.source and "[" not in each.source and each.checked
-        for card in each.cards:
-            assert host_of(card) is each and to_host(card) > 0
-        assert math.isclose(each.share * each.gpus, each.bandwidth)
-    with pytest.raises(NotAvailable, match="L40S"):
-        host_of("L40S")
-    with pytest.raises(lab.UnknownName, match="DGX-A100"):
-        host("dgx a100x")
-
-
-def test_a_card_without_a_host_has_the_median_ones_share_and_one_without_a_link_says_so():
-    shares = sorted(each.share for each in hosts().values())
-    assert usual_host("L40S").share == pytest.approx(median(shares)) and not usual_host("L40S").source
-    assert usual_host("RTX-4090") is host_of("RTX-4090")
+def test_a_gpu_without_a_host_has_a_time_and_one_without_a_link_says_so():
     report = lab.estimate(LLAMA, changed(micro_batch=1), "L40S")
     assert report.step_seconds and [note.code for note in report.notes].count("host-memory") == 1
     report = lab.estimate(LLAMA, changed(micro_batch=1), "GB200")

@@ -68,8 +68,8 @@ def simulated(interval, save, mtbf, restart, segments):
     [(1000.0, 30.0, 0.0), (1000.0, 30.0, 600.0), (6000.0, 300.0, 900.0), (50.0, 30.0, 60.0)],
 )
 def test_goodput_is_what_a_simulation_of_failures_gives(interval, save, restart):
-    found = simulated(interval, save, 10_000.0, restart, 40_000)
-    assert goodput(interval, save, 10_000.0, restart) == pytest.approx(found, rel=0.01)
+    report = simulated(interval, save, 10_000.0, restart, 40_000)
+    assert goodput(interval, save, 10_000.0, restart) == pytest.approx(report, rel=0.01)
 
 
 sizes = st.floats(1e-4, 1.0)
@@ -98,13 +98,13 @@ def test_the_first_order_of_goodput():
 
 def test_llama_3s_failures_leave_what_its_authors_say():
     """More than 90 % of the time counted, with a failure every three hours."""
-    told = figure("llama-3-interruptions")
-    between = told["days"] * 86400 / told["unexpected"]
+    published = figure("llama-3-interruptions")
+    between = published["days"] * 86400 / published["unexpected"]
     assert between / 3600 == pytest.approx(3.1, abs=0.05)
     run = lab.Training(precision="mixed-bf16")
     storage = figure("llama-3-storage")["sustained"]
     save = save_seconds(checkpoint_bytes("meta-llama/Llama-3.1-405B", run), 16384, 1e9, storage)
-    assert goodput(best_interval(save, between), save, between, restart=600) > told["effective share, at least"]
+    assert goodput(best_interval(save, between), save, between, restart=600) > published["effective share, at least"]
     assert mtbf(16384, between * 16384) == between
 
 

@@ -7,7 +7,7 @@ import pytest
 import llmlab as lab
 from llmlab.archive import held_out
 from llmlab.base.units import MiB
-from llmlab.formulas.memory.segments import Segments, beyond, granted
+from llmlab.formulas.memory.segments import Segments, granted, slack
 from llmlab.formulas.memory.states import unsplit
 from llmlab.simulation.allocator.caching import Allocator
 
@@ -31,9 +31,9 @@ def test_blocks_are_those_of_the_whole_allocator(seed):
 def test_at_most_a_mebibyte_stays_with_a_request():
     assert [granted(size * MiB) * size for size in (0.5, 9.5, 11, 10.5, 12)] == [0.5, 9.5, 12, 10.5, 12]
     # Three of 6.5 MiB in a segment of 20, the last of which takes the rest.
-    assert beyond([(int(6.5 * MiB),)] * 6) == MiB
-    # Nothing is beyond what is given back, nor in the middle of what is free.
-    assert beyond([(11 * MiB, -1)]) == beyond([(20 * MiB, -1), (11 * MiB,)]) == 0
+    assert slack([(int(6.5 * MiB),)] * 6) == MiB
+    # Nothing is slack what is given back, nor in the middle of what is free.
+    assert slack([(11 * MiB, -1)]) == slack([(20 * MiB, -1), (11 * MiB,)]) == 0
 
 
 @pytest.mark.parametrize(

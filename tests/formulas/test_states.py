@@ -55,9 +55,9 @@ def test_a_lone_device_holds_every_tensor(name: str) -> None:
     assert {part: size for part, size in whole.items() if size} == {
         part: count(name, part) for part, _ in tensors(name)
     }
-    held = states(spec, lab.Training(precision="mixed-bf16"))
-    assert (held.weights, held.gradients, held.optimizer) == tuple(n * count(name) for n in (2, 2, 12))
-    assert held.trained == count(name)
+    sizes = states(spec, lab.Training(precision="mixed-bf16"))
+    assert (sizes.weights, sizes.gradients, sizes.optimizer) == tuple(n * count(name) for n in (2, 2, 12))
+    assert sizes.trained == count(name)
 
 
 @pytest.mark.parametrize(("pp", "tp", "ep"), [(3, 1, 1), (1, 2, 1), (1, 1, 2), (4, 2, 2)])

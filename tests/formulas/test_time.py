@@ -97,21 +97,13 @@ def test_no_units_no_time():
     assert lab.estimate("gpt2", generation, "B200").step_seconds is None  # its rates come from records
 
 
-def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
+def test_the_further_a_rate_is_from_a_measurement_the_wider_is_the_interval():
     run = Training(micro_batch=256, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
-    said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the ratio of meas",
-            "RTX-6000-Ada": "transferred from L40S by the ratio of data", "T4": "fitted to 32 LoRA",
-            "V100": "transferred from A100-80GB by the ratio of meas", "MI350X": "large matmuls at 1435"}
-    wide = {}
-    for card, words in said.items():
-        report = lab.estimate("gpt2", run, card)
-        assert words in report.time_sources["products"]
-        wide[card] = report.step_seconds_high / report.step_seconds_low
+    names = ("T4", "H100", "A100-40GB", "RTX-6000-Ada", "V100", "MI350X")  # fitted, measured, transferred, AMD
+    reports = {name: lab.estimate("gpt2", run, name) for name in names}
+    wide = {name: report.step_seconds_high / report.step_seconds_low for name, report in reports.items()}
     assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"], rel=0.01)
     assert wide["T4"] < wide["H100"] < wide["A100-40GB"] < min(wide["V100"], wide["MI350X"])
-    slower = kernels("H100").slower("flash", run.seq_len, 64)
-    said = lab.estimate("gpt2", replace(run, attention="flash"), "H100").time_sources["attention"]
-    assert f"× {slower:.2f} for FlashAttention 2" in said and slower != 1
 
 
 def test_the_interval_has_the_attention_of_an_older_torch_where_that_takes_another():
@@ -192,14 +184,14 @@ def test_eight_bit_adamw_waits_for_its_tables():
 def test_products_are_looked_up_by_their_shapes():
     """A weight's gradient is a product of its own; a shape with few rows takes as long as its weight takes to read."""
     found = kernels("H100")
-    square = found.product(8192, 8192, 8192, "bf16")
+    square = found.matmul(8192, 8192, 8192, "bf16")
     assert square == pytest.approx(2 * 8192**3 / efficiency("H100").matmul["bf16"], rel=0.01)
-    one_row = found.product(1, 8192, 8192, "bf16")
+    one_row = found.matmul(1, 8192, 8192, "bf16")
     assert one_row > 2 * 8192**2 / lab.gpu("H100").bandwidth > 20 * 2 * 8192**2 / efficiency("H100").matmul["bf16"]
     narrow = (1024, 1024, 8192, "bf16")  # below what power leaves
-    slower = kernels("A100-40GB").product(*narrow) / kernels("A100").product(*narrow)
+    slower = kernels("A100-40GB").matmul(*narrow) / kernels("A100").matmul(*narrow)
     assert slower == pytest.approx(270 / 246.33, rel=0.01)  # as large products of torch are
-    assert found.product(64, 64, 64, "fp8") is not None and kernels("T4").product(64, 64, 64, "bf16") is None
+    assert found.matmul(64, 64, 64, "fp8") is not None and kernels("T4").matmul(64, 64, 64, "bf16") is None
 
 
 def test_quantized_and_adapted_layers_take_their_products():

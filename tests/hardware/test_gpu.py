@@ -28,7 +28,7 @@ def test_every_figure_has_a_source_and_every_source_a_figure(card):
     words = {"name", "vendor", "architecture", "aliases", "sources", "checked", "prices"}
     figures = {f.name for f in fields(GPU)} - words
     given_figures = {name for name in figures if getattr(card, name) is not None}
-    if card.node_gpus == 8:  # of any card that nothing else is said of
+    if card.node_gpus == 8:  # of any GPU that nothing else is said of
         given_figures.remove("node_gpus")
     if card.peer_access:
         given_figures.remove("peer_access")
@@ -42,7 +42,7 @@ def test_each_price_has_its_kind_its_date_and_its_source(card):
     for price in card.prices:
         assert price.kind in PRICES and price.usd > 0 and len(price.source) > 20
         assert price.date is None or date(2020, 1, 1) <= date.fromisoformat(price.date) <= date.today()
-        # An hour costs less than a hundredth of the card, a card no less than 100 dollars.
+        # An hour costs less than a hundredth of the GPU, a GPU no less than 100 dollars.
         assert (price.usd > 100) == (price.kind == "purchase")
     hourly = [price.usd for price in card.prices if price.kind != "purchase"]
     assert card.usd_per_hour == (hourly[0] if hourly else None)
@@ -307,7 +307,7 @@ def test_peak_refuses_a_dtype_that_is_none():
         gpu("T4").peak("fp17")
 
 
-# ---- the card a driver shows
+# ---- the GPU a driver shows
 
 
 def test_match_tells_cards_of_one_name_apart_by_memory():
@@ -372,7 +372,7 @@ def test_gibibytes_are_exactly_what_a_program_sees():
 
 def test_on_a_gpu_without_bf16_units_a_matmul_takes_longer_by_the_peaks():
     """Titan RTX against 2080 Ti: 130.5 and 53.8 TFLOP/s in fp16, with as many bytes per second within 10 %."""
-    times = [kernels(name).product(4096, 4096, 4096, "fp16") for name in ("RTX-2080-Ti", "TITAN-RTX")]
+    times = [kernels(name).matmul(4096, 4096, 4096, "fp16") for name in ("RTX-2080-Ti", "TITAN-RTX")]
     assert 2 < times[0] / times[1] < 3
 
 

@@ -164,13 +164,13 @@ def test_what_is_chosen_for_a_card_fits_it():
 
 
 def test_the_doctor_names_the_device_the_scale_and_each_chapter(no_gpu):
-    found = doctor()
-    text, page = str(found), found._repr_html_()
-    for part in (found.host.name, found.host.versions["torch"], found.scale.reason, "chapter memory-anatomy"):
+    checks = doctor()
+    text, page = str(checks), checks._repr_html_()
+    for part in (checks.host.name, checks.host.versions["torch"], checks.scale.reason, "chapter memory-anatomy"):
         assert part in text
         assert part in page
     assert "runs: at the scale cpu, fp32 on cpu" in text
-    assert json.loads(json.dumps(found.to_dict()))["scale"]["name"] == "cpu"
+    assert json.loads(json.dumps(checks.to_dict()))["scale"]["name"] == "cpu"
 
 
 def test_the_doctor_tells_a_t4_what_it_lacks():

@@ -39,7 +39,7 @@ def test_the_cap_is_what_a_t4_leaves_beside_its_context():
 
 @given(st.sampled_from(gpus()), st.integers(0, 2**38))
 def test_the_fraction_gives_torch_the_cap_back_to_the_byte(card, more):
-    """torch multiplies: maximum = (size_t)(fraction · total). Doubles are fine enough for that on any card."""
+    """torch multiplies: maximum = (size_t)(fraction · total). Doubles are fine enough for that on any GPU."""
     total = card.memory + more
     allowed = pretend.cap(card, total, (12, 0))
     assert abs(int(allowed / total * total) - allowed) <= 1

@@ -249,8 +249,8 @@ def test_an_error_in_the_step_ends_the_recording(gpt2, monkeypatch):
         lab.measure(gpt2, lab.Training(**SHAPE), device="cpu")
     assert not torch._C._autograd._profiler_enabled()
     with lab.meter("cpu") as m:
-        kept = torch.empty(4)
-    assert m.allocated == kept.nbytes
+        tensor = torch.empty(4)
+    assert m.allocated == tensor.nbytes
 
 
 @pytest.mark.parametrize(

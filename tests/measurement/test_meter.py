@@ -57,8 +57,8 @@ def test_a_meter_in_a_meter_is_refused_and_leaves_the_outer_one_counting():
     with lab.meter("cpu") as m:
         with pytest.raises(lab.NotAvailable, match="only one recording"), lab.meter("cpu"):
             pass
-        kept = torch.empty(64, dtype=torch.uint8)
-    assert m.allocated == kept.nbytes
+        tensor = torch.empty(64, dtype=torch.uint8)
+    assert m.allocated == tensor.nbytes
 
 
 def test_an_error_inside_ends_the_recording():

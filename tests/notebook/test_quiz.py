@@ -1,6 +1,6 @@
 """Exercises say right, not yet, or your turn, and never give the answer away."""
 
-from llmlab.notebook.quiz import check_answer, check_function, show_prediction, show_source
+from llmlab.notebook.quiz import check_answer, check_function, show_source
 
 
 def test_a_right_answer_is_within_the_tolerance(capsys):
@@ -10,23 +10,13 @@ def test_a_right_answer_is_within_the_tolerance(capsys):
 
 def test_a_wrong_answer_gets_the_direction_and_the_hint_but_not_the_truth(capsys):
     assert check_answer(50, 123.4, "GB", hint="Count the master copy.") is False
-    said = capsys.readouterr().out
-    assert "too small" in said and "master copy" in said and "123" not in said
+    output = capsys.readouterr().out
+    assert "too small" in output and "master copy" in output and "123" not in output
 
 
 def test_no_answer_asks_for_one(capsys):
     assert check_answer(None, 100, "GB") is False
     assert "Your turn" in capsys.readouterr().out
-
-
-def test_without_a_prediction_the_result_stands_alone(capsys):
-    show_prediction(None, 128, "GB")
-    assert capsys.readouterr().out == "The answer is 128 GB.\n"
-
-
-def test_a_prediction_stands_beside_the_result(capsys):
-    show_prediction(64, 128, "GB")
-    assert capsys.readouterr().out == "You said 64 GB; the answer is 128 GB, 2.00 times as much.\n"
 
 
 def test_source_is_shown_from_the_file():

@@ -251,7 +251,7 @@ def test_megatrons_arguments_stretch_positions_and_name_heads_of_another_width(t
 
 
 def test_megatron_is_started_with_the_setting_that_its_parallelism_demands(tmp_path):
-    """validate_args stops without it where tensors or sequences are divided, on cards up to Hopper."""
+    """validate_args stops without it where tensors or sequences are divided, on GPUs up to Hopper."""
     run = lab.Training(dp=2, precision="mixed-bf16", seq_len=64, stack="megatron")
     for folder, divided in (("copies", {}), ("tensors", {"tp": 2}), ("sequences", {"cp": 2})):
         divided_run = replace(run, **divided)
@@ -500,8 +500,8 @@ def test_a_written_script_takes_the_memory_that_was_predicted(tmp_path, monkeypa
     written(tmp_path / "out", run, f"{run.dp}xA100-40GB", short)
     monkeypatch.chdir(tmp_path / "out")
     words = ["run", "--gpu", "A100-40GB", "--json", "--steps", "2", "--world-size", str(run.dp), "train.py"]
-    found = json.loads(CliRunner().invoke(cli, [*words, "--lr", "1e-4"]).stdout)
-    assert found["peak_allocated"] == pytest.approx(lab.simulate(short, run, "A100-40GB").peak_allocated, rel=0.05)
+    data = json.loads(CliRunner().invoke(cli, [*words, "--lr", "1e-4"]).stdout)
+    assert data["peak_allocated"] == pytest.approx(lab.simulate(short, run, "A100-40GB").peak_allocated, rel=0.05)
 
 
 def test_the_command_line_reads_the_four_files(tmp_path):

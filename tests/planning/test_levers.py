@@ -25,12 +25,12 @@ OLD = (
 
 def test_levers_are_sorted_by_price_and_each_is_its_estimate():
     run = lab.Training(micro_batch=8, seq_len=1024)
-    found = lab.fix("gpt2", run, "T4")
-    assert found.report == lab.estimate("gpt2", run, "T4")
-    assert [lever.price for lever in found.levers] == sorted(lever.price for lever in found.levers)
-    for lever in found.levers:
+    changes = lab.fix("gpt2", run, "T4")
+    assert changes.report == lab.estimate("gpt2", run, "T4")
+    assert [lever.price for lever in changes.levers] == sorted(lever.price for lever in changes.levers)
+    for lever in changes.levers:
         assert lever.report == lab.estimate("gpt2", lever.run, "T4")
-        assert lever.saves == found.report.peak_allocated - lever.report.peak_allocated > 0
+        assert lever.saves == changes.report.peak_allocated - lever.report.peak_allocated > 0
 
 
 def test_each_lever_leads_to_its_chapter():
@@ -76,7 +76,7 @@ def test_serving_has_levers_too():
 def test_a_message_of_torch_is_read_number_by_number():
     found = lab.fix(NEW)
     assert (found.requested, found.free, found.unallocated) == (20 * MIB, round(13.81 * MIB), round(720.35 * MIB))
-    assert found.others == found.capacity - found.free - found.allocated - found.unallocated > 100 * MIB
+    assert found.outside == found.capacity - found.free - found.allocated - found.unallocated > 100 * MIB
     assert found.short == 0 and "expandable_segments:True" in found.advice
 
 
@@ -111,7 +111,7 @@ def test_a_message_that_was_copied_by_hand_may_have_lost_or_gained_white_space(m
 
 def test_a_process_larger_than_its_gpu_is_a_number_that_torch_did_not_have():
     without = lab.fix(NEW.replace("has 14.54 GiB", "has 17179869184.00 GiB"))  # as torch prints under WSL
-    assert without.process is None and without.others == lab.fix(NEW).others and lab.fix(NEW).process
+    assert without.process is None and without.outside == lab.fix(NEW).outside and lab.fix(NEW).process
 
 
 END = "If reserved but unallocated memory is large try setting"

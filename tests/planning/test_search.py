@@ -34,7 +34,7 @@ def everything(question, where):
                 run = lab.Training(**{**shape, **share})
                 if not question.stack.own_program:
                     program(question.spec, run)
-                report, fit = assessed(question.spec, run, where.card, where.cluster)
+                report, fit = assessed(question.spec, run, where.gpu, where.cluster)
             except SpecError:
                 continue
             if fit.outcome != "out of memory":
@@ -95,7 +95,7 @@ def test_states_alone_cut_what_no_micro_batch_makes_fit():
     assert list(search) == [] and search.tried == 0
     assert search.cuts[STATES] > 0 and search.cuts[HOST] > 0
     assert not everything(replace(question, fixed={"offload": None}), where)
-    host = host_of(where.card)
+    host = host_of(where.gpu)
     assert 12 * question.spec.parameters > host.memory / host.gpus  # bytes of fp32 copies and two moments
 
 
@@ -134,15 +134,15 @@ def test_the_tokens_of_an_update_stay_as_they_are():
 
 def test_the_cheapest_is_asked_of_every_card_with_a_price():
     asked = list(priced(machines("2x8xT4")))
-    cards = {there.card.name for there in asked}
+    cards = {there.gpu.name for there in asked}
     assert {"T4", "L4", "A100-40GB", "H100-80GB", "B200"} <= cards
     assert all(there.usd_per_hour for there in asked)
-    assert {there.total for there in asked if there.card.name == "H100-80GB"} == {1, 2, 4, 8, 16}
+    assert {there.total for there in asked if there.gpu.name == "H100-80GB"} == {1, 2, 4, 8, 16}
     question = Question(lab.model(HEADS), 16, goal="cheapest", fixed={"seq_len": 2048, "pp": 1, "cp": 1})
     best = next(iter(Search(question, asked)))
     dollars = best.seconds * best.machines.usd_per_hour
     for there in asked:
-        if there.card.name not in ("T4", "RTX-4090", "H100-80GB", best.machines.card.name):
+        if there.gpu.name not in ("T4", "RTX-4090", "H100-80GB", best.machines.gpu.name):
             continue
         alone = next((found for found in Search(question, [there])), None)
         assert alone is None or alone.seconds is None or alone.seconds * there.usd_per_hour >= dollars * (1 - 1e-12)

@@ -20,13 +20,14 @@ RUN = lab.Training(precision="bf16", checkpointing="full", lora=lab.LoRA(rank=16
 
 
 def test_the_largest_micro_batch_fits_in_a_simulation_and_the_next_does_not():
-    found = lab.solve(TINY, lab.Training(seq_len=512), SMALL, "micro_batch")
-    assert found.best.simulation and found.over.simulation
-    largest = lab.simulate(TINY, found.run, with_margin(SMALL))
-    assert (largest.outcome, found.over.simulation.outcome) == ("fits", "out of memory")
-    assert found.run.micro_batch == found.value < found.over.value <= found.value + max(1, found.value // 32)
-    assert found.best.left == SMALL.memory - largest.process >= 0.04 * SMALL.memory
-    assert found.outcome == "fits" and found.to_dict()["value"] == found.value
+    solution = lab.solve(TINY, lab.Training(seq_len=512), SMALL, "micro_batch")
+    assert solution.best.simulation and solution.over.simulation
+    largest = lab.simulate(TINY, solution.run, with_margin(SMALL))
+    assert (largest.outcome, solution.over.simulation.outcome) == ("fits", "out of memory")
+    value = solution.value
+    assert solution.run.micro_batch == value < solution.over.value <= value + max(1, value // 32)
+    assert solution.best.left == SMALL.memory - largest.process >= 0.04 * SMALL.memory
+    assert solution.outcome == "fits" and solution.to_dict()["value"] == solution.value
 
 
 def test_where_the_simulation_refutes_even_the_smallest_nothing_fits():

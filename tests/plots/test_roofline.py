@@ -1,4 +1,4 @@
-"""The roofline picture draws what a card was measured to reach, and refuses where nobody measured."""
+"""The roofline picture draws what a GPU was measured to reach, and refuses where nobody measured."""
 
 import pytest
 

@@ -109,11 +109,11 @@ def where_it_hangs():
 
 def assert_nothing_left(folder):
     for rank in (0, 1):
-        held = json.loads((Path(folder) / f"{rank}.json").read_text())
-        for pid in held["pids"]:
+        data = json.loads((Path(folder) / f"{rank}.json").read_text())
+        for pid in data["pids"]:
             assert not running(pid)
-        assert held["ports"], "gloo listens somewhere"
-        for port in held["ports"]:
+        assert data["ports"], "gloo listens somewhere"
+        for port in data["ports"]:
             with socket.socket() as taken:
                 taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 taken.bind(("127.0.0.1", port))  # raises where somebody still listens

@@ -25,8 +25,8 @@ def test_operators_inside_a_user_scope_are_recorded_too():
     source = CPUEvents()
     source.start()
     with torch.profiler.record_function("outer"), torch.profiler.record_function("inner"):
-        kept = torch.empty(100)
-    assert [event.size for event in source.stop()] == [kept.untyped_storage().nbytes()]
+        tensor = torch.empty(100)
+    assert [event.size for event in source.stop()] == [tensor.untyped_storage().nbytes()]
 
 
 def test_what_was_there_before_is_no_event():

@@ -17,8 +17,8 @@ def test_a_script_keeps_its_arguments_as_they_are(here):
     assert command(["train.py", "--steps", "3", "--json"]) == Command("train.py", ("--steps", "3", "--json"))
     assert command(["python", "-u", "train.py", "-u"]) == Command("train.py", ("-u",))
     assert command(["-m", "package.train", "a"]) == Command("package.train", ("a",), module=True)
-    found = command(["python", "-X", "faulthandler", "-Wignore", "-W", "error::UserWarning", "-OO", "train.py", "-W"])
-    assert found == Command("train.py", ("-W",))
+    script = command(["python", "-X", "faulthandler", "-Wignore", "-W", "error::UserWarning", "-OO", "train.py", "-W"])
+    assert script == Command("train.py", ("-W",))
     assert command(["python3.11", "-m", "package.train"]) == Command("package.train", (), module=True)
 
 

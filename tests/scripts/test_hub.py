@@ -212,8 +212,8 @@ def test_other_errors_are_the_script_s():
     assert refused(ValueError("x")) is None
     wrapped = OSError("gone")
     wrapped.__cause__ = LocalEntryNotFoundError("models/x")
-    said = refused(wrapped)
-    assert said is not None and str(said).startswith("gone; llmlab run downloads nothing")
+    message = refused(wrapped)
+    assert message is not None and str(message).startswith("gone; llmlab run downloads nothing")
     assert refused(ConnectionError("Couldn't reach 'imdb' on the Hub (OfflineModeIsEnabled)")) is not None
     assert refused(ConnectionError("refused by host")) is None
 

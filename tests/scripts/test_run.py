@@ -116,11 +116,11 @@ def test_files_are_thrown_away_or_kept(script, tmp_path):
 def test_what_does_not_fit_says_where_and_what_it_would_have_taken(script):
     name = script("for _ in range(3): step()\nbig = torch.empty(50 << 30, dtype=torch.uint8, device='cuda')\nstep()")
     result = run("--json", "--gpu", "A40", name)
-    found = json.loads(result.stdout)
-    assert (result.exit_code, found["outcome"], found["steps"]) == (1, "out of memory", 3)
-    assert found["where"].startswith("empty.memory_format: ")
-    assert 50 << 30 < found["needed"] < 51 << 30  # also of a card whose context nobody measured
-    assert found["peak_allocated"] < 1 << 30
+    data = json.loads(result.stdout)
+    assert (result.exit_code, data["outcome"], data["steps"]) == (1, "out of memory", 3)
+    assert data["where"].startswith("empty.memory_format: ")
+    assert 50 << 30 < data["needed"] < 51 << 30  # also of a GPU whose context nobody measured
+    assert data["peak_allocated"] < 1 << 30
 
 
 def test_one_that_ends_itself_for_want_of_memory_does_not_fit(script, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_compiled_script_has_the_time_of_its_fused_kernels(script):
 
 
 def test_compiled_code_may_ask_for_autocast_after_the_ranks_have_met(script):
-    """init_process_group lets Dynamo forget its rules, those of what answers for the card too."""
+    """init_process_group lets Dynamo forget its rules, those of what answers for the GPU too."""
     pytest.importorskip("triton")
     body = """
 from torch.utils.checkpoint import checkpoint
@@ -181,7 +181,7 @@ step()
 
 
 def test_a_library_that_is_imported_later_does_not_hide_triton(script, tmp_path):
-    """The card is hidden from it while it is imported, and torch keeps the first answer to has_triton()."""
+    """The GPU is hidden from it while it is imported, and torch keeps the first answer to has_triton()."""
     pytest.importorskip("triton")
     (tmp_path / "home" / "apex.py").write_text("from torch.utils._triton import has_triton\nFOUND = has_triton()")
     body = """

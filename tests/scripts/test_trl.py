@@ -68,9 +68,9 @@ GRPOTrainer(model(), lambda completions, **_: [0.0] * len(completions), args, **
 def test_simulate_has_the_peak_of_trls_trainer(method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(HEAD + TRAINERS[method])
-    found = CliRunner().invoke(cli, ["run", "--json", "--gpu", "A100-80GB", "train.py"])
-    assert found.exit_code == 0, (found.stderr, found.exception)
-    report = json.loads(found.stdout)
+    result = CliRunner().invoke(cli, ["run", "--json", "--gpu", "A100-80GB", "train.py"])
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    report = json.loads(result.stdout)
     more = {"completion_len": 12, "generations": BATCH} if method == "grpo" else {}
     run = lab.Training(method=method, micro_batch=BATCH, seq_len=TOKENS, precision="bf16", **more)
     assert lab.simulate(CONFIG, run, "A100-80GB").peak_allocated == pytest.approx(report["peak_allocated"], rel=0.01)

@@ -1,4 +1,4 @@
-"""Autocast on the simulated card has CUDA's table: the one in torch's own build."""
+"""Autocast on the simulated GPU has CUDA's table: the one in torch's own build."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def outcome(call):
 
 @pytest.mark.parametrize("dtypes", [[FULL], [HALF], [HALF, FULL], [torch.bfloat16]], ids=str)
 def test_each_operator_gets_from_autocast_what_cudas_own_kernel_gives_it(dtypes):
-    """The CUDA kernels of this build against what runs on the simulated card, for each operator that has either."""
+    """The CUDA kernels of this build against what runs on the simulated GPU, for each operator that has either."""
     listed = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
     wanted = {name: cudas(autocast.operator(name), dtypes) for name in REGISTERED if name in listed}
     with simulator("T4"):
@@ -124,8 +124,8 @@ def peak():
         def measured(call):
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            kept = call()
-            assert kept is not None
+            result = call()
+            assert result is not None
             return torch.cuda.max_memory_allocated() - before
 
         yield measured

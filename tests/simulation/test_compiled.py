@@ -1,4 +1,4 @@
-"""torch.compile on the simulated card: what Inductor keeps, frees and makes again is what the card holds."""
+"""torch.compile on the simulated GPU: what Inductor keeps, frees and makes again is what the GPU holds."""
 
 from __future__ import annotations
 

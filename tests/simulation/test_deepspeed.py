@@ -1,4 +1,4 @@
-"""DeepSpeed on the simulated card: its own engine, in bytes that can be computed by hand, beside real ranks."""
+"""DeepSpeed on the simulated GPU: its own engine, in bytes that can be computed by hand, beside real ranks."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on a simulated card: what is saved can be loaded, and nothing is written."""
+"""torch.distributed.checkpoint on a simulated GPU: what is saved can be loaded, and nothing is written."""
 
 import gc
 import os
@@ -57,8 +57,8 @@ class Trained:
 def on_disk():
     """What another process sees."""
     look = "import pathlib; print(*(each for each in pathlib.Path().rglob('*') if each.is_file()), sep='\\n')"
-    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
-    return [Path(line) for line in found.stdout.splitlines() if line]
+    process = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    return [Path(line) for line in process.stdout.splitlines() if line]
 
 
 def test_a_checkpoint_loads_and_takes_nothing_of_the_card(sim):

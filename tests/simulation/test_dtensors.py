@@ -1,4 +1,4 @@
-"""DTensors on a simulated card: an operator on one costs what it costs on this rank's part, and numbers can be read."""
+"""DTensors on a simulated GPU: an operator on one costs what it costs on this rank's part, and numbers can be read."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""flex_attention on a simulated card: compiled it writes no scores, without torch.compile it writes them all."""
+"""flex_attention on a simulated GPU: compiled it writes no scores, without torch.compile it writes them all."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""PyTorch's first FSDP on the simulated card: its own code, in bytes that can be computed by hand."""
+"""PyTorch's first FSDP on the simulated GPU: its own code, in bytes that can be computed by hand."""
 
 import warnings
 

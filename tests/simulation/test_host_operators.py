@@ -170,7 +170,7 @@ def test_a_compiled_block_starts_the_kernels_that_inductor_writes(model, precisi
 
 def test_a_compiled_step_waits_for_its_host_where_the_card_is_quicker():
     """GPT-2's step of one sequence on an H100: 12.5 ms with AdamW in one kernel (Jjschwartz/gollem, experiments/gpt2);
-    of 16 the card is the slower."""
+    of 16 the GPU is the slower."""
     run = Training(seq_len=1024, precision="autocast-bf16", attention="flash", compile=True)
     short, long = (lab.estimate("gpt2", replace(run, micro_batch=many), "H100") for many in (1, 16))
     assert "launches" in short.time and "launches" not in long.time
@@ -181,7 +181,7 @@ def test_a_compiled_step_waits_for_its_host_where_the_card_is_quicker():
 
 
 def test_an_update_takes_the_host_longer_than_the_card_where_tensors_are_many_and_small():
-    """A card that is still busy with the passes hides it."""
+    """A GPU that is still busy with the passes hides it."""
     spec, host = lab.model("Llama-2-7b"), efficiency("A100")
     run = Training(seq_len=256, precision="bf16", lora=LoRA(rank=8, targets=NAMES))
     short, long = (lab.estimate(spec, replace(run, micro_batch=many), "A100").time["optimizer"] for many in (1, 16))

@@ -139,8 +139,7 @@ SMALL = {"model_type": "llama", "vocab_size": 8000, "hidden_size": 256, "interme
     {"method": "reward"}, {"num_labels": 3}, {"method": "reward", "precision": "mixed-bf16", "zero": 3, "dp": 4},
     {"method": "reward", "lora": lab.LoRA(rank=8), "quantization": "nf4"},
 ])  # fmt: skip
-def test_a_classifier_has_no_head_of_a_language_model(tied, fields):
+def test_a_classifier_has_no_head_of_a_language_model(tied, fields, agree):
     run = lab.Training(**{"micro_batch": 4, "seq_len": 512, "precision": "autocast-bf16", **fields})
     model = {**SMALL, "tie_word_embeddings": tied}
-    estimated, simulated = (verb(model, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
-    assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.02)
+    agree(model, run)

@@ -1,4 +1,4 @@
-"""FSDP2's peaks that others read on 8 GPUs, against the same scripts on one simulated card, and against the verb."""
+"""FSDP2's peaks that others read on 8 GPUs, against the same scripts on one simulated GPU, and against the verb."""
 
 
 import pytest

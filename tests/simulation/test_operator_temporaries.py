@@ -30,7 +30,7 @@ CARD = find_gpu("A100-40GB")
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card on which no block keeps the rest of its segment."""
+    """A GPU on which no block keeps the rest of its segment."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with simulator("A100-40GB") as sim:
         warm = torch.zeros(64, 64, device="cuda", requires_grad=True)
@@ -46,8 +46,8 @@ def peak(run: Callable[[], Any]) -> int:
     """Bytes that `run` had at most above where it began; what it returns is alive until then."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    kept = run()
-    del kept
+    result = run()
+    del result
     return torch.cuda.max_memory_allocated() - before
 
 
@@ -123,7 +123,7 @@ def test_indices_that_lie_differently_are_written_out(card):
     assert peak(lambda: x.index_put_((rows, columns), value)) == 2 * 8 * n
 
 
-# ---- between host and card
+# ---- between host and GPU
 
 
 def test_an_embeddings_indices_are_sorted_before_its_gradient_is_made(card):

@@ -1,4 +1,4 @@
-"""Scripts for several cards, run as rank 0 of many: what each engine holds a rank, and nothing left behind."""
+"""Scripts for several GPUs, run as rank 0 of many: what each engine holds a rank, and nothing left behind."""
 
 import os
 
@@ -112,7 +112,7 @@ def test_a_script_with_fsdp_is_what_simulate_says_of_it():
 
     spec = lab.model({**lab.model("HuggingFaceTB/SmolLM2-135M").config, "num_hidden_layers": 16})
     run = lab.Training(seq_len=256, zero=3, dp=RANKS)
-    told = lab.simulate(spec, run, CARD)
+    report = lab.simulate(spec, run, CARD)
     with lab.simulator(CARD, world_size=RANKS) as sim:
         dist.init_process_group()
         with torch.device("meta"):
@@ -130,8 +130,8 @@ def test_a_script_with_fsdp_is_what_simulate_says_of_it():
             optimizer.step()
             optimizer.zero_grad()
             output = None
-    assert sim.peak_allocated == pytest.approx(told.peak_allocated, rel=0.003)  # blocks fall a little differently
-    assert sim.peak_reserved == pytest.approx(told.peak_reserved, rel=0.01)
+    assert sim.peak_allocated == pytest.approx(report.peak_allocated, rel=0.003)  # blocks fall a little differently
+    assert sim.peak_reserved == pytest.approx(report.peak_reserved, rel=0.01)
 
 
 def test_accelerate_shards_with_its_own_launcher_s_environment():
@@ -449,11 +449,11 @@ def test_collectives_in_one_call_run_one_by_one():
         dist.init_process_group("nccl")
         whole, own = torch.arange(RANKS, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
         floats, part = torch.ones(RANKS * 1024, device="cuda"), torch.empty(1024, device="cuda")
-        held = sim.peak_allocated
+        peak = sim.peak_allocated
         with _coalescing_manager(async_ops=True) as manager:
             dist.reduce_scatter_tensor(part, floats, async_op=True)
         manager.wait()
         with _coalescing_manager() as manager:
             dist.all_gather_into_tensor(whole, own, async_op=True)
         assert whole.tolist() == [0] * RANKS
-        assert sim.peak_allocated == held
+        assert sim.peak_allocated == peak

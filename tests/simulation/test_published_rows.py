@@ -1,4 +1,4 @@
-"""Memory that others read on other cards and published, against their scripts in the simulator."""
+"""Memory that others read on other GPUs and published, against their scripts in the simulator."""
 
 
 import pytest

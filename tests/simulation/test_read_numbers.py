@@ -1,4 +1,4 @@
-"""Whole numbers and flags read from the simulated card: a value goes through, a size is refused by its line."""
+"""Whole numbers and flags read from the simulated GPU: a value goes through, a size is refused by its line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = [chr(65 + number) for number in range(8)]
 
 @pytest.fixture
 def tokens():
-    """Token ids that the card computed, (4,)."""
+    """Token ids that the GPU computed, (4,)."""
     with simulator("T4"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield nn.Linear(16, 8).cuda()(torch.randn(4, 16, device="cuda")).argmax(-1)

@@ -1,4 +1,4 @@
-"""What a simulated card cannot run is refused by name, with the line that asked for it and the way round."""
+"""What a simulated GPU cannot run is refused by name, with the line that asked for it and the way round."""
 
 from __future__ import annotations
 

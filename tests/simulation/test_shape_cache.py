@@ -122,9 +122,9 @@ def test_a_step_runs_the_same_operators_on_the_same_tensors(monkeypatch, model, 
 def test_a_step_without_it_is_the_same_step(monkeypatch, model, run, card):
     expected = lab.simulate(model, run, card)
     monkeypatch.setattr(Repeats, "run", asked_each_time)
-    found = lab.simulate(model, run, card)
+    report = lab.simulate(model, run, card)
     # What a checkpointed block kept dies at once, in the order of a set: only the timeline shows which first.
-    assert replace(found, timeline=()) == replace(expected, timeline=())
+    assert replace(report, timeline=()) == replace(expected, timeline=())
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Quantized weights, optimizers' states and key-value caches on the simulated card: bytes from first principles."""
+"""Quantized weights, optimizers' states and key-value caches on the simulated GPU: bytes from first principles."""
 
 from collections import defaultdict
 from math import ceil
@@ -139,7 +139,7 @@ BITS = {
 @pytest.mark.parametrize("bits", BITS)
 def test_a_checkpoint_is_quantized_as_it_is_loaded(saved, bits):
     """transformers/integrations/bitsandbytes.py: each weight comes in bf16, int8's goes through the host and comes
-    again in fp16, and is given back. The second card in a process takes as much as the first."""
+    again in fp16, and is given back. The second GPU in a process takes as much as the first."""
     import transformers
 
     options = {"load_in_8bit": True} if bits == "int8" else {

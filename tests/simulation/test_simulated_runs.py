@@ -50,7 +50,7 @@ def test_a_card_too_small_is_an_outcome_that_says_where():
 
 
 def test_out_of_memory_says_what_the_step_would_have_taken_with_room():
-    """The same figures as on the same card with more memory, beside where the small one failed."""
+    """The same figures as on the same GPU with more memory, beside where the small one failed."""
     run, t4 = lab.Training(micro_batch=8, seq_len=256), lab.gpu("T4")
     small, large = (lab.simulate(GPT, run, replace(t4, memory=t4.context + size * MiB)) for size in (100, 4096))
     assert small.outcome == "out of memory" and small.where.startswith("forward") and large.outcome == "fits"

@@ -59,7 +59,7 @@ def test_a100_operators(some_a100_rows):
 def test_the_records_give_the_rates_again(card, some_t4_rows, some_a100_rows):
     rows = {"T4": some_t4_rows, "A100-80GB": some_a100_rows}[card]
     again, kept = derivation.rates_of(card, derivation.derive(card, rows)), efficiency(card)
-    # From a part of the rows: near, and nearer than any other card's.
+    # From a part of the rows: near, and nearer than any other GPU's.
     assert again.bandwidth == pytest.approx(kept.bandwidth, rel=0.15)
     assert again.dispatch == pytest.approx(kept.dispatch, rel=0.25)
     for dtype, rate in kept.matmul.items():
@@ -86,13 +86,13 @@ def test_views_start_no_kernel_and_repeats_are_read_once():
 
 
 def test_a_card_that_nobody_measured_has_a_time_and_a_wider_interval():
-    run = Training(micro_batch=16, precision="bf16")  # in which no card waits for its host
+    run = Training(micro_batch=16, precision="bf16")  # in which no GPU waits for its host
     config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 50304}
     wide = []
     for gpu in ("A100", "H100", "RTX-4090"):
         report = lab.simulate(config, run, gpu)
         assert report.step_seconds_low < report.step_seconds < report.step_seconds_high and report.mfu
-        wide.append(report.step_seconds / report.step_seconds_low)  # so short a step may be longer, on any card
+        wide.append(report.step_seconds / report.step_seconds_low)  # so short a step may be longer, on any GPU
     assert wide[1] <= wide[0] < 1.05 * wide[1] < wide[2]  # an A100's head is beyond the sizes measured
 
 
@@ -176,7 +176,7 @@ def test_a_product_on_the_simulated_card_takes_what_it_was_measured_to():
     product = Kernel("aten::mm", "matmul", "bf16", 2 * 4096**3, 6 * 4096**2, (1, 4096, 4096, 4096), 1, False, "")
     h100 = kernels("H100-80GB")
     found = kernel_seconds(product, h100.operators, h100)
-    assert found == h100.product(4096, 4096, 4096, "bf16") > 2 * 4096**3 / lab.gpu("H100-80GB").peak("bf16")
+    assert found == h100.matmul(4096, 4096, 4096, "bf16") > 2 * 4096**3 / lab.gpu("H100-80GB").peak("bf16")
     attention = Kernel("aten::_scaled_dot_product_flash_attention", "attention", "bf16", 0, 0, (32, 4096, 4096, 128, 1),
                        1, False, "")  # fmt: skip
     causal = kernel_seconds(attention, h100.operators, h100)
@@ -286,9 +286,9 @@ def test_the_formula_moves_the_bytes_that_the_operators_do(name, checkpointing):
     def both(config):
         log = recorded(config, run, "A100-80GB").operators
         simulated = sum(kernel.bytes for kernel in log if not kernel.flops and kernel.phase != "optimizer")
-        found = moved(lab.model(config), run, lab.gpu("A100-80GB"))
+        traffic = moved(lab.model(config), run, lab.gpu("A100-80GB"))
         strided = sum(kernel.bytes for kernel in log if kernel.kind == "strided")
-        return simulated, found.blocks + found.loss, strided, found.strided
+        return simulated, traffic.blocks + traffic.loss, strided, traffic.strided
 
     one, two = (both({**config, layers: n}) for n in (1, 2))  # a layer more: neither logits nor weights
     simulated, formula, strided, gaps = (more - less for more, less in zip(two, one, strict=True))

@@ -142,7 +142,7 @@ def test_statistics_are_those_of_the_caching_allocator():
 
 def test_above_capacity_torchs_own_error_says_so_and_a_smaller_batch_goes_on():
     with simulator("T4") as sim:
-        held = torch.empty(13 << 30, dtype=torch.uint8, device="cuda")
+        tensor = torch.empty(13 << 30, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
             torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
         message = str(caught.value)
@@ -150,7 +150,7 @@ def test_above_capacity_torchs_own_error_says_so_and_a_smaller_batch_goes_on():
         assert "of which 1.42 GiB is free." in message
         assert "13.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated" in message
         assert torch.cuda.memory_stats()["num_ooms"] == 1
-        del held
+        del tensor
         torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     assert sim.allocated == 0
 
@@ -190,7 +190,7 @@ def test_snapshot_is_what_memory_viz_reads(tmp_path):
     assert list(tmp_path.glob("*.tmp")) == []
 
 
-# ---- what the card says of itself
+# ---- what the GPU says of itself
 
 
 def test_the_card_answers_for_itself():

@@ -1,4 +1,4 @@
-"""What the simulated card held when: categories, modules, the peak's place, snapshots, and out of memory."""
+"""What the simulated GPU held when: categories, modules, the peak's place, snapshots, and out of memory."""
 
 from __future__ import annotations
 

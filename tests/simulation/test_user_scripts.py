@@ -99,7 +99,7 @@ def test_known_masks_and_lengths_size_what_they_select(card):
     assert x[mask.nonzero(as_tuple=True)[0]].shape == (4, 3) and torch.where(mask)[0].shape == (4,)
     assert torch.masked_select(x, mask[:, None]).shape == (12,)
     assert x.repeat_interleave(torch.tensor([2] * 10).cuda(), dim=0).shape == (20, 3)
-    on_host = mask.cpu()  # a copy of what the card has
+    on_host = mask.cpu()  # a copy of what the GPU has
     assert on_host.nonzero().tolist() == [[0], [1], [2], [3]] and torch.arange(10)[on_host].tolist() == [0, 1, 2, 3]
     labels = torch.tensor([1, -100, 3]).cuda()
     assert labels[labels != -100].unique().tolist() == [1, 3] and labels.sort().values.tolist() == [-100, 1, 3]
@@ -386,7 +386,7 @@ def test_a_checkpoint_is_kept_in_memory_and_takes_the_cards_memory_when_loaded(c
     before = card.allocated
     content = torch.load(path, map_location="cuda")
     assert content["epoch"] == 3 and content["model"]["weight"].is_cuda
-    assert card.allocated - before == 3 * 256 * 1024 + 512  # weight, two moments; step is on the host, 4 B on the card
+    assert card.allocated - before == 3 * 256 * 1024 + 512  # weight, two moments; step is on the host, 4 B on the GPU
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
     before = card.allocated

@@ -1,4 +1,4 @@
-"""torch.compile on the simulated card without Triton: code runs eager, so that what it takes is an upper figure."""
+"""torch.compile on the simulated GPU without Triton: code runs eager, so that what it takes is an upper figure."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def _no_triton(monkeypatch):
 
 
 def with_room(size):
-    """The card with so many bytes for PyTorch's allocator."""
+    """The GPU with so many bytes for PyTorch's allocator."""
     return replace(CARD, memory=CARD.memory - CARD.room(1) + size)
 
 

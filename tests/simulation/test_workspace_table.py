@@ -1,7 +1,7 @@
 """The workspace functions as a table: an operator, its arguments, and the bytes of all its allocations in their order.
 
 `python tools/new_workspace.py aten.OPERATOR` adds a line. Outputs stand among the buffers, where CUDA allocates them.
-Nothing is rounded up. A tensor on "meta" stands for one on the card, one on the CPU for one on the host.
+Nothing is rounded up. A tensor on "meta" stands for one on the GPU, one on the CPU for one on the host.
 
     M  rows    N  columns    B  batch    H  heads    T  positions    D  head size
 """
@@ -52,7 +52,7 @@ def t(*shape: int, dtype: torch.dtype = f32) -> Tensor:
 
 
 def known(values: Tensor) -> Tensor:
-    """A tensor on the card whose values are known: these."""
+    """A tensor on the GPU whose values are known: these."""
     values.on_card = True
     return values
 
@@ -301,14 +301,14 @@ MATMUL = [
 
 LINE = 1 << 24  # elements: one output, which 108 × 4 thread blocks share
 REDUCTIONS = [
-    # 24 blocks of 128 columns; 4 threads along the rows, and blocks until the card is full: 72 share an output.
+    # 24 blocks of 128 columns; 4 threads along the rows, and blocks until the GPU is full: 72 share an output.
     Row(aten.sum.dim_IntList, (t(8192, 3072), [0]), [4 * 3072, 4 * 3072 * 72 * 128, 4 * 24]),
     Row(aten.sum.dim_IntList, (t(8192, 3072), [0]), [4 * 3072, 4 * 3072 * ceil(40 * 8 / 24) * 128, 4 * 24], "T4"),
     Row(aten.sum.dim_IntList, (t(8192, 768), [0]), [4 * 768, 4 * 768 * (8192 // 4 // 16) * 128, 4 * 6]),
     Row(aten.sum.dim_IntList, (t(2048, 4096), [0]), [4 * 4096, 4 * 4096 * 32 * 128, 4 * 32], "V100-16GB"),
     Row(aten.sum.dim_IntList, (t(1020, 4096), [0]), [4 * 4096]),  # fewer than 256 values per thread
     Row(aten.sum.dim_IntList, (t(1024, 4096), [0]), [4 * 4096, 4 * 4096 * 16 * 128, 4 * 32]),
-    Row(aten.sum.dim_IntList, (t(8192, 4096), [1]), [4 * 8192]),  # enough outputs to fill the card
+    Row(aten.sum.dim_IntList, (t(8192, 4096), [1]), [4 * 8192]),  # enough outputs to fill the GPU
     Row(aten.sum, (t(LINE),), [4, *PARTS]),
     Row(aten.sum, (t(M, N, dtype=mask),), [8, 8 * M * N]),  # integers are cast up first
     Row(aten.sum, (half,), [4], named={"dtype": f32}),
@@ -360,7 +360,7 @@ INDEXING = [
     Row(aten._index_put_impl_, (lookup, [places], values, True), sorted_indices(10)),
     Row(aten.index_put_, (lookup, [places], t(1).expand(n16, 256), True),
         [8 * n16, 4 * n16 * 256, *[8 * n16] * 3, sort_scratch(n16, 8, 8, A100, 10)]),
-    # An int32 per thread block, 5 times as many as the card holds (108 × 8); then a state per tile of 2304 elements.
+    # An int32 per thread block, 5 times as many as the GPU holds (108 × 8); then a state per tile of 2304 elements.
     Row(aten.nonzero, (known(even),),
         [4, 17_408 + 255, 16 * 100_000, 4, select_scratch(200_000, A100)]),
     Row(aten.repeat_interleave.Tensor, (known(twice),), [8 * 100_000, 8 * 50_000, scan_scratch(50_000, 8)]),
@@ -419,7 +419,7 @@ SORTING = [
 def bitsandbytes_rows() -> list[Row]:
     """backends/cuda/ops.py: NF4 unpacks the weight for many rows, and of double quantization the scales, twice in fp32;
     int8 sums in int32, and in fp16 before bf16; scales are allocated before the values that they scale, and returned
-    after them. Without a card: backends/default/ops.py and backends/cpu/ops.py."""
+    after them. Without a GPU: backends/default/ops.py and backends/cpu/ops.py."""
     import bitsandbytes  # noqa: F401  # defines the operators
 
     ops = torch.ops.bitsandbytes

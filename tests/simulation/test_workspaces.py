@@ -91,7 +91,7 @@ def test_cross_entropy_keeps_log_probabilities_and_backward_makes_two_more(card)
 B, H, T = 2, 4, 100
 EFFICIENT, FLASH, CUDNN, MATH = "efficient", "flash", "cudnn", "math"
 fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
-CHOICES = [  # card, dtype, head size, with a mask, and sdp_utils.cpp's choice
+CHOICES = [  # GPU, dtype, head size, with a mask, and sdp_utils.cpp's choice
     ("T4", fp16, 64, False, EFFICIENT), ("T4", bf16, 64, False, MATH), ("T4", fp32, 64, False, EFFICIENT),
     ("T4", fp16, 12, False, MATH), ("T4", fp16, 64, True, EFFICIENT),
     ("A100-40GB", fp16, 64, False, FLASH), ("A100-40GB", bf16, 256, False, FLASH),
@@ -114,7 +114,7 @@ def _nodes(out):
 @pytest.mark.parametrize(("gpu", "dtype", "D", "masked", "choice"), CHOICES, ids=str)
 def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice):
     """transformers/cuda/sdp_utils.cpp chooses. attention.cu and flash_api.cpp save beside the output: log-sum-exps in
-    fp32, of T rows, or of T rounded up to 32 (kAlignLSE); seed and offset, which only flash and cuDNN keep on the card.
+    fp32, of T rows, or of T rounded up to 32 (kAlignLSE); seed and offset, which only flash and cuDNN keep on the GPU.
     attention.cpp, preprocess_mask, pads a mask's rows to 8 elements, and repeats them as a view."""
     with simulator(gpu):
         q, k, v = (on_card(B, H, T, D, dtype=dtype) for _ in range(3))
@@ -211,7 +211,7 @@ def stepped(optimizer: type, **options: Any) -> tuple[int, int]:
     ({}, 0, STATE),  # _multi_tensor_adamw: _foreach_sqrt of all second moments at once
     # _single_tensor_adam: sqrt and its quotient, while the variable still holds the quotient of the parameter before
     ({"foreach": False}, 0, 4 * (2 * SIZES[2] + SIZES[1])),
-    ({"fused": True}, 512 * len(SIZES), 0),  # one kernel; its step counts are on the card
+    ({"fused": True}, 512 * len(SIZES), 0),  # one kernel; its step counts are on the GPU
 ], ids=["foreach", "for-loop", "fused"])  # fmt: skip
 def test_adamw_takes_two_moments_and_the_temporaries_of_its_implementation(card, options, steps, temporaries):
     """torch/optim/adam.py; foreach is what CUDA tensors get by default (torch/optim/optimizer.py)."""

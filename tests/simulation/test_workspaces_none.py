@@ -1,4 +1,4 @@
-"""Which operators the simulated card knows all about, met by the models that the book and its readers run."""
+"""Which operators the simulated GPU knows all about, met by the models that the book and its readers run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model, a run and a card must agree on."""
+"""What a model, a run and a GPU must agree on."""
 
 from dataclasses import replace
 

@@ -35,8 +35,8 @@ def test_a_name_is_read_from_the_cache(cache):
     with pytest.raises(lab.UnknownName, match=f"llmlab models --download {NAME}"):
         lab.model(NAME)
     put(cache, NAME, CONFIG)
-    found = lab.model(NAME)
-    assert (found.name, found.layers) == (NAME, 7)
+    spec = lab.model(NAME)
+    assert (spec.name, spec.layers) == (NAME, 7)
     assert lab.estimate(NAME, lab.Training(seq_len=64), "T4").outcome == "fits"
 
 

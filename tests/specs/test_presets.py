@@ -8,7 +8,6 @@ import pytest
 
 from llmlab.formulas.report import estimated
 from llmlab.specs.model import model
-from llmlab.specs.parameters import gpt2_closed_form
 from llmlab.specs.run import Training
 from llmlab.step.model import on_meta
 
@@ -134,11 +133,11 @@ def test_an_estimate_of_a_preset_answers_without_its_class(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
-def test_the_closed_form_with_the_position_term_is_gpt2(name):
+def test_gpt2_has_its_closed_form_and_positions(name):
+    """A block: attention 4h² + 4h, MLP of width 4h 8h² + 5h, two LayerNorms 4h; the last LayerNorm 2h."""
     spec = model(name)
-    assert gpt2_closed_form(spec.hidden, spec.layers, spec.vocab, spec.max_positions) == spec.parameters
-    without = gpt2_closed_form(spec.hidden, spec.layers, spec.vocab)
-    assert spec.parameters - without == spec.parameters_by_component["positions"]
+    h, rows = spec.hidden, spec.vocab + spec.max_positions
+    assert spec.parameters == rows * h + spec.layers * (12 * h**2 + 13 * h) + 2 * h
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,9 @@ def run_of(method, **fields):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_estimate_has_the_peak_the_flop_and_the_time_of_simulate(method):
+def test_estimate_has_the_peak_the_flop_and_the_time_of_simulate(method, agree):
     run = run_of(method, **METHODS[method])
-    estimate, simulation = lab.estimate(TINY, run, GPU), lab.simulate(TINY, run, GPU)
-    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.03)
+    estimate, simulation = agree(TINY, run, GPU, 0.03)
     assert estimate.flops == pytest.approx(simulation.flops, rel=0.002)
     assert estimate.time["attention"] == pytest.approx(simulation.time["attention"], rel=0.02)
 
@@ -121,7 +120,7 @@ def test_plan_and_fix_refuse_what_they_do_not_know_by_name():
 
 
 def test_the_command_line_takes_a_method():
-    found = CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", "--method", "dpo", "--json"])
-    assert '"method": "dpo"' in found.output and found.exit_code == 0
+    result = CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", "--method", "dpo", "--json"])
+    assert '"method": "dpo"' in result.output and result.exit_code == 0
     words = ["--method", "grpo", "--completion-len", "8", "--generations", "1", "--json"]
     assert '"completion_len": 8' in CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", *words]).output

@@ -62,8 +62,8 @@ def frequencies(rope: dict[str, Any], head_dim: int, device: torch.device | None
         return turns
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     periods = rope["original_max_position_embeddings"] * turns / (2 * math.pi)  # full turns in the original context
-    kept = ((periods - low) / (high - low)).clamp(0, 1)
-    return turns * kept + turns / rope["factor"] * (1 - kept)
+    unscaled = ((periods - low) / (high - low)).clamp(0, 1)
+    return turns * unscaled + turns / rope["factor"] * (1 - unscaled)
 
 
 def turn(rope: dict[str, Any], head_dim: int, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -120,8 +120,8 @@ def choice_task(
         raise SpecError(f"a text of {len(words)} words, none of which is there four times: give a longer one")
     rows: list[dict[str, Any]] = []
     for right in chance.choices(begins, k=questions):
-        others = chance.sample([place for place in places[words[right].strip()] if place != right], 3)
-        endings = [right, *others]
+        wrong = chance.sample([place for place in places[words[right].strip()] if place != right], 3)
+        endings = [right, *wrong]
         chance.shuffle(endings)
         texts = ["".join(words[place : place + ending]).strip() for place in endings]
         before = "".join(words[right - context : right])

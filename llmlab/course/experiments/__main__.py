@@ -7,8 +7,7 @@ from importlib import import_module
 
 MODULES = {
     "data_parallel": "train", "zero": "train", "tensor_parallel": "train", "pipeline": "train", "three_d": "train",
-    "offload": "offload", "experts": "experts", "cluster": "cluster", "hf_trainer": "hf_trainer",
-    "gpt_mistakes": "gpt_mistakes",
+    "cluster": "cluster", "hf_trainer": "hf_trainer", "gpt_mistakes": "gpt_mistakes",
 }  # fmt: skip
 
 

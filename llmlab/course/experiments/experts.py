@@ -1,8 +1,6 @@
 """Train a small Llama with experts as MLPs, and measure how evenly they are used and how much dropped tokens cost.
 
-    python -m llmlab.course.experiments experts --balance 0.01 --steps 150
-
-It uses one process, and the seed determines weights and batches. `balance.py` records the numbers of the page.
+One process trains, and the seed determines weights and batches. `balance.py` records the numbers of the page.
 
     T  tokens of a batch    E  experts    K  experts per token
 """
@@ -21,7 +19,6 @@ from ...specs.model import model
 from ..architectures.llama import Llama
 from ..techniques.experts import MoE, balancing_loss
 from ..techniques.training_loop import batch_seed, next_token_loss
-from .command import SEED, command
 from .job import SEQ_LEN, TINY_LLAMA, check_seed
 
 WIDTH = 64  # of an expert
@@ -93,30 +90,3 @@ def evaluate(llama: Llama, factor: float | None = None, batches: int = 8) -> Rou
         layer.factor = own_factor
     losses, loads, dropped = zip(*rows, strict=True)
     return Routing(sum(losses) / batches, (sum(loads) / batches).tolist(), sum(dropped) / batches)
-
-
-def main(arguments: list[str] | None = None, name: str = "experts") -> None:
-    """The command line."""
-    options = {
-        "--experts": (8, "per layer (default 8)"),
-        "--k": (1, "experts per token (default 1)"),
-        "--balance": (0.0, "the balancing loss's coefficient (default 0)"),
-        "--factor": (float, "of the capacity (default: no token is dropped)"),
-        "--steps": (150, "optimizer steps (default 150)"),
-        **SEED,
-    }
-    command(name, "Train a small mixture of experts.", options, compare_capacities, arguments, "\n".join)
-
-
-def compare_capacities(**options: Any) -> list[str]:
-    """Train, and return a line for each capacity factor with the loss and the routing of held-out text."""
-    llama, lines = trained(**options), []
-    for factor in (None, 2.0, 1.25, 1.0, 0.75, 0.5):
-        routing = evaluate(llama, factor)
-        line = f"capacity factor {factor}: loss {routing.loss:.3f} nats a token, {routing.dropped:.0%} dropped"
-        lines.append(f"{line}, busiest expert {routing.busiest:.1f} equal shares")
-    return lines
-
-
-if __name__ == "__main__":
-    main()

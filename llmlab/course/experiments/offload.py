@@ -1,7 +1,7 @@
 """Train a small GPT with its optimizer on the device, on the host, in files, and by DeepSpeed's offload.
 
-`python -m llmlab.course.experiments offload` runs it. The seed determines weights and batches, so all engines should
-compute the same losses. The bytes in each place are counted after the last step.
+The seed determines weights and batches, so all engines should compute the same losses. The bytes in each place are
+counted after the last step.
 
     torch      AdamW on the device, with an fp32 master copy of half weights
     scratch    offload.py, states in the host's memory
@@ -30,7 +30,6 @@ from ..techniques.memory_anatomy import storage_bytes
 from ..techniques.offload import InFiles, Offloaded, in_ram
 from ..techniques.precision import MasterWeights
 from ..techniques.training_loop import batch_seed, next_token_loss
-from .command import AS_JSON, SEED, STEPS, command, loss_lines, sizes
 from .cpu_adam import adam_times, cpu_adam
 from .engines import ADAMW, local, quiet_deepspeed, states
 from .job import SEQ_LEN, Job, tiny_gpt
@@ -203,25 +202,3 @@ def chapter(job: Job) -> dict[str, Any]:
     """Run DeepSpeed's experiments of the page in this rank."""
     result = with_deepspeed(job)
     return {**result, "adams": adam_times() if torch.distributed.get_rank() == 0 else {}}
-
-
-def main(arguments: list[str] | None = None, name: str = "offload") -> None:
-    """The command line."""
-    options = {
-        "--engine": ("scratch", f"{', '.join(ENGINES)} (default scratch)"),
-        "--precision": ("fp32", f"{' or '.join(DTYPES)} (default fp32)"),
-        **STEPS,
-        "--sequences": (4, "of a micro-batch (default 4)"),
-        "--accumulation": (1, "micro-batches of a step (default 1)"),
-        **SEED,
-        **AS_JSON,
-    }
-    description = "Train a small GPT whose optimizer is elsewhere."
-    command(name, description, options, lambda **values: run_job(make_job(**values)), arguments, show)
-
-
-def show(result: dict[str, Any]) -> str:
-    """Return losses, and the bytes in each place and moved, as lines."""
-    places = [f"{place:6}: {sizes(result[place])}" for place in ("device", "host", "files")]
-    moved = [f"moved : {sizes(result['moved'])}"] if result["moved"] else []
-    return "\n".join([*loss_lines(result), *places, *moved])

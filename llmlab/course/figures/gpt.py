@@ -188,10 +188,10 @@ def draw_rope(turns: Sequence[float], pairs: Sequence[int], query: int, key: int
     """
 
     def hand(x: float, y: float, angle: float, words: str, color: str, radius: float = 46) -> None:
-        tip, beyond = ((x + r * math.cos(angle), y - r * math.sin(angle)) for r in (radius, radius + 9))
+        tip, text_place = ((x + r * math.cos(angle), y - r * math.sin(angle)) for r in (radius, radius + 9))
         link(ax, (x, y), tip, color=color)
         if words:
-            label(ax, *beyond, words, "center")
+            label(ax, *text_place, words, "center")
 
     def circle(x: float, y: float, radius: float = 46) -> None:
         around = [math.tau * n / 90 for n in range(91)]

@@ -70,8 +70,8 @@ def plot_factors(squares: Sequence[Sequence[float]], rows: Sequence[float], colu
     """
     height, width, cell = len(squares), len(squares[0]), 24
     mean = sum(rows) / len(rows)
-    product = [[row * column / mean for column in columns] for row in rows]
-    largest = max(max(max(row) for row in matrix) for matrix in (squares, product, [rows], [columns]))
+    outer = [[row * column / mean for column in columns] for row in rows]
+    largest = max(max(max(row) for row in matrix) for matrix in (squares, outer, [rows], [columns]))
     picture, ax = sketch(112 + cell * height)
     top, left, right = 78, LEFT, 388 - cell * width
     label(ax, left, 14, "AdamW stores", weight="bold")
@@ -81,13 +81,13 @@ def plot_factors(squares: Sequence[Sequence[float]], rows: Sequence[float], colu
     label(ax, right - 40, 32, f"{height} + {width} = {height + width} numbers")
     _cells(ax, right, top - cell - 6, [columns], largest, edge=PALETTE[0])
     _cells(ax, right - cell - 6, top, [[row] for row in rows], largest, edge=PALETTE[0])
-    _cells(ax, right, top, product, largest)
+    _cells(ax, right, top, outer, largest)
     middle = (left + cell * width + right - cell - 6) / 2
     label(ax, middle, top + cell * height / 2, "≈", "center", size=16)
     y = top + cell * height + 16
     label(ax, left, y, "v", style="italic")
     label(ax, right, y, "product: not stored")
-    errors = [abs(p / v - 1) for ps, vs in zip(product, squares, strict=True) for p, v in zip(ps, vs, strict=True)]
+    errors = [abs(p / v - 1) for ps, vs in zip(outer, squares, strict=True) for p, v in zip(ps, vs, strict=True)]
     return finished(
         picture,
         f"A matrix of {height} × {width} second moments, next to {height} row means, {width} column means and their "

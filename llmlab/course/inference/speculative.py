@@ -97,15 +97,15 @@ def speculate(
             guess, q = _guess(draft, draft_cache, text, G, generator, filters)
             unread = torch.cat((text[:, cache.length :], guess), dim=1)
             p = probabilities(logits(model, unread, cache, G + 1)[0], **filters)  # (G + 1, V)
-            kept = _kept(p, q, guess[0], generator)
-            if kept == G:
+            count = _kept(p, q, guess[0], generator)
+            if count == G:
                 last = next_token(p[G:], generator)
             else:
-                last = next_token(_residual(p[kept], q[kept])[None], generator)
-            text = torch.cat((text, guess[:, :kept], last), dim=1)
-            guessed, accepted, refused, passes = guessed + G, accepted + kept, refused + (kept < G), passes + 1
-            cache.crop(begin + kept)  # `last` has not been read yet
-            draft_cache.crop(min(draft_cache.length, begin + kept))
+                last = next_token(_residual(p[count], q[count])[None], generator)
+            text = torch.cat((text, guess[:, :count], last), dim=1)
+            guessed, accepted, refused, passes = guessed + G, accepted + count, refused + (count < G), passes + 1
+            cache.crop(begin + count)  # `last` has not been read yet
+            draft_cache.crop(min(draft_cache.length, begin + count))
     finally:
         cache.release()
         draft_cache.release()

@@ -55,9 +55,9 @@ def absorb(highest, total, x):
     another one before that. This is algorithm 3 of arXiv 1805.02867 with one exponential, because its other one is
     exp(0).
     """
-    beyond = x - highest
-    e = tl.exp(-tl.abs(beyond))
-    return tl.maximum(highest, x), tl.where(beyond > 0, total * e + 1, total + e)
+    above = x - highest
+    e = tl.exp(-tl.abs(above))
+    return tl.maximum(highest, x), tl.where(above > 0, total * e + 1, total + e)
 
 
 @jit

@@ -36,12 +36,12 @@ class _Enough(Exception):
 def inputs_of(model: nn.Module, ids_BT: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the inputs (T, I) of the layers called `names` when `model` reads `ids_BT`, no further than to the last of
     them; the model is not changed."""
-    kept: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     layers = {name: model.get_submodule(name) for name in names}
 
     def keep(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        kept[name] = args[0].detach().reshape(-1, args[0].shape[-1])
-        if len(kept) == len(layers):
+        inputs[name] = args[0].detach().reshape(-1, args[0].shape[-1])
+        if len(inputs) == len(layers):
             raise _Enough
 
     hooks = [layer.register_forward_pre_hook(partial(keep, name)) for name, layer in layers.items()]
@@ -51,7 +51,7 @@ def inputs_of(model: nn.Module, ids_BT: Tensor, names: Iterable[str]) -> dict[st
     finally:
         for hook in hooks:
             hook.remove()
-    return kept
+    return inputs
 
 
 def quantize_model(model: Model, method: Method, ids_BT: Tensor | None = None) -> Model:

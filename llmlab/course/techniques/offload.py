@@ -1,7 +1,5 @@
 """Optimizer offloading from scratch (ZeRO-Offload): the host stores the optimizer states and runs the update.
 
-    python -m llmlab.course.experiments offload --engine scratch --steps 20 --json
-
 Bytes per parameter in mixed precision, and when they are copied (Ren et al., arXiv 2101.06840, section 4):
 
     backward   2 of gradient      device -> host   as soon as a gradient is complete

@@ -154,17 +154,17 @@ def times(
     share = ranks / stages
     split = {op._replace(kind="B") for op in all_ops if op.kind == "W"}
     seconds = {"F": forward * share, "B": (inputs + weights) * share, "W": weights * share}
-    ends: dict[Op, float] = {}
+    end_times: dict[Op, float] = {}
     spans: list[Span] = []
     clocks, queues = [0.0] * ranks, [deque(ops) for ops in plan]
     while any(queues):
         finished = len(spans)
         for rank, queue in enumerate(queues):
-            while queue and all(need in ends for need in needs(queue[0], stages)):
+            while queue and all(need in end_times for need in needs(queue[0], stages)):
                 op = queue.popleft()
-                ready = (ends[need] + (send if need.stage != op.stage else 0.0) for need in needs(op, stages))
+                ready = (end_times[need] + (send if need.stage != op.stage else 0.0) for need in needs(op, stages))
                 start = max([clocks[rank], *ready])
-                ends[op] = clocks[rank] = start + (inputs * share if op in split else seconds[op.kind])
+                end_times[op] = clocks[rank] = start + (inputs * share if op in split else seconds[op.kind])
                 spans.append(Span(op, rank, start, clocks[rank]))
         if len(spans) == finished:
             waiting = {rank: queue[0] for rank, queue in enumerate(queues) if queue}

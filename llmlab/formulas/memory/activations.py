@@ -370,8 +370,8 @@ def _some_layers(share: Share, saved_by_kind: dict[str, int], every: int) -> dic
     """Return the bytes that a block saves on average if one of `every` is recomputed and saves only `saved_by_kind`."""
     recomputed = share.layers // every  # every n-th (distributed/activation_checkpoint.py, _apply_layer_sac)
     whole = per_device(block_saved(share), share.run)
-    others = share.layers - recomputed
+    not_recomputed = share.layers - recomputed
     return {
-        kind: (whole.get(kind, 0) * others + saved_by_kind.get(kind, 0) * recomputed) // share.layers
+        kind: (whole.get(kind, 0) * not_recomputed + saved_by_kind.get(kind, 0) * recomputed) // share.layers
         for kind in whole | saved_by_kind
     }

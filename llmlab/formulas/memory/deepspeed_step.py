@@ -42,20 +42,20 @@ class DeepSpeedMemory(StepMemory):
         self.width = FP32 if self.stack.grad_accum_dtype == "fp32" else HALF  # per element of sums of gradients
         # With bf16, runtime/bf16_optimizer.py sums all gradients in a flat buffer.
         self.flat_sums = self.stage == 1 and self.width == FP32 and run.compute_dtype == "bf16"
-        self.held = FP32 * self.part if self.width == FP32 else HALF * self.owned  # reduced ones, stages 1 and 2
-        self.accumulated = self.held if run.accumulation > 1 and self.stage == 2 else 0
+        self.reduced_bytes = FP32 * self.part if self.width == FP32 else HALF * self.owned  # in stages 1 and 2
+        self.accumulated = self.reduced_bytes if run.accumulation > 1 and self.stage == 2 else 0
         self.live = 0  # gathered weights between forward and backward
         bucket = self.stack.reduce_bucket_size if self.stage and self.stack.contiguous_gradients else 0
         bucket *= self.width if self.stage == 1 else HALF
         self.bucket = 0 if self.flat_sums else bucket * (1 + bool(self.stack.overlap_comm))
         self.resident["other"] = 0
         if self.flat_sums:
-            self.resident["gradients"], self.held = FP32 * self.parameters, 0
+            self.resident["gradients"], self.reduced_bytes = FP32 * self.parameters, 0
         if self.stage == 3:
             persistent = sum(size for size in sizes if size <= self.stack.stage3_param_persistence_threshold)
             self.part = sum(-(-size // run.dp) for size in sizes)  # each tensor is sharded
             self.widest = -(-self.largest // run.dp)
-            self.held, self.bucket = 0, 0
+            self.reduced_bytes, self.bucket = 0, 0
             weights = HALF * (self.part + persistent)
             self.resident.update(weights=weights, gradients=self.width * self.part, other=bucket)
             # Gathered weights stay until they are used if prefetching has reached them, or if they are used again soon.
@@ -69,7 +69,7 @@ class DeepSpeedMemory(StepMemory):
             self.live = HALF * min(self.parameters, most) if gathers else 0
         self.sent = bool(run.offload) and self.stage == 3  # whether reduced gradients go to the host immediately
         if run.offload:
-            self.held = self.accumulated = self.part = self.widest = 0  # the host updates
+            self.reduced_bytes = self.accumulated = self.part = self.widest = 0  # the host updates
             self.resident.update(optimizer=0, gradients=0)
             if self.stage < 3:
                 self.resident["other"] = HALF * self.largest  # the buffer for sending gradients
@@ -211,7 +211,7 @@ class DeepSpeedMemory(StepMemory):
                     weights=self.resident["weights"] + weights,
                     activations=self.block * blocks + self.recomputed if to_come > 1 else 0,
                     # The last gradient is the sum of a tied weight's two, so the head's does not wait any more.
-                    gradients=waiting - (tied if to_come < 2 else 0) + (self.held if owned else 0)
+                    gradients=waiting - (tied if to_come < 2 else 0) + (self.reduced_bytes if owned else 0)
                     + HALF * (reduction.next + reduction.alone),
                     logits=self.loss.after,
                     other=self.bucket
@@ -237,7 +237,7 @@ class DeepSpeedMemory(StepMemory):
     def _update(self) -> list[Moment]:
         """Return the update of zero/stage_1_and_2.py and zero/stage3.py (step). The norm of each gradient is computed
         in fp64. Then the gradients that this rank updates are flattened and cast."""
-        moment = partial(self._moment, "optimizer", gradients=self.resident["gradients"] + self.held,
+        moment = partial(self._moment, "optimizer", gradients=self.resident["gradients"] + self.reduced_bytes,
                          logits=self.loss.after)  # fmt: skip
         if self.flat_sums:
             half_gradients = 0 if self.stack.immediate_grad_update else HALF * self.parameters
@@ -298,8 +298,8 @@ def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
     result: list[Reduction] = []
     inside: list[tuple[int, int]] = []  # of tensors in the bucket: begin and end in the flat buffer
     elements, owned = 0, False
-    ends = list(accumulate(sizes))
-    backward = list(zip(reversed(sizes), reversed(ends), strict=True))
+    bounds = list(accumulate(sizes))
+    backward = list(zip(reversed(sizes), reversed(bounds), strict=True))
     for number, (size, end) in enumerate([*backward, (0, 0)]):
         if inside and (elements + size > bucket or not size):
             ranks = {at // part for begin, stop in inside for at in (begin, stop - 1)} if part else set()

@@ -194,18 +194,18 @@ class MegatronMemory:
         live = HALF * scores + queries + copied + self.mask
         if not fused_softmax(share):
             live = max(live, scores * (2 * HALF + 2 * FP32) - self.whole["scores"] + copied + self.mask)
-        later = self._bytes(after_attention(self.block.saved))
+        after = self._bytes(after_attention(self.block.saved))
         selected = sum(self.whole.get(kind, 0) for kind in self._selected())
         if run.checkpointing != "full":
             dropped = self.whole["mlp"] if "mlp" in self._selected() else 0  # part of `later`, not saved
-            forward = live + selected - later
+            forward = live + selected - after
             again = self.whole["scores"] + queries + 2 * self.hidden if "scores" in self._selected() else 0
-            return forward, (live + again - later + dropped if again else 0)
+            return forward, (live + again - after + dropped if again else 0)
         of_chunk, number = self._chunk()
-        again = self.recomputed() + live - later + 2 * self.hidden
+        again = self.recomputed() + live - after + 2 * self.hidden
         if self.stack.recompute_method != "block":
             return 0, again
-        return (live - later, 0) if number < of_chunk else (0, again)
+        return (live - after, 0) if number < of_chunk else (0, again)
 
     def _roots(self) -> int:
         """Return the bytes that the update allocates. Without Apex, AdamW is torch's, which computes the roots of all

@@ -27,25 +27,25 @@ class Other(NamedTuple):
     resides: bool = False
 
 
-def others(spec: ModelSpec, run: Training) -> list[Other]:
+def other_models(spec: ModelSpec, run: Training) -> list[Other]:
     """Return the passes without gradients of a step of `run`."""
-    own, found = run.objective, []
+    own, models = run.objective, []
     if own.own:
-        found.append(Other(spec, own.own))
+        models.append(Other(spec, own.own))
     if run.reference_model not in (None, "precomputed"):
-        found.append(Other(spec, own.reference, resides=run.reference_model == "kept"))
+        models.append(Other(spec, own.reference, resides=run.reference_model == "kept"))
     if own.loss == "teacher":
-        found.append(Other(find_model(run.teacher) if run.teacher else spec, 1, resides=True))
+        models.append(Other(find_model(run.teacher) if run.teacher else spec, 1, resides=True))
     if own.critic:
-        found.append(Other(spec, 1, scores=False, resides=True))  # the reward model
-    return found
+        models.append(Other(spec, 1, scores=False, resides=True))  # the reward model
+    return models
 
 
 def copies(spec: ModelSpec, run: Training) -> int:
     """Return the bytes of the frozen models that stay on one GPU."""
     return sum(
-        _bytes(run, each.spec.parameters - (0 if each.scores else each.spec.parameters_by_component["head"]))
-        for each in others(spec, run) if each.resides
+        _bytes(run, other.spec.parameters - (0 if other.scores else other.spec.parameters_by_component["head"]))
+        for other in other_models(spec, run) if other.resides
     )  # fmt: skip
 
 

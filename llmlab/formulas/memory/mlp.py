@@ -59,7 +59,7 @@ class Mlp:
         dropped = self.a + self.share.mask_bytes if self.drops else 0
         return cast + dropped + (self.s if self.share.autocast else 0), cast + self.own * keeps
 
-    def product(self, outputs: int) -> tuple[int, int]:
+    def matmul(self, outputs: int) -> tuple[int, int]:
         """The temporaries and output of a branch's matmul with `outputs` widths: in widths, and in bytes of a weight.
 
         int8 returns int32, then 16 bits, then the dtype of its input (workspaces/bitsandbytes.py). NF4 returns 16 bits,
@@ -104,7 +104,7 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
     saved_bytes += mlp.own if checkpointing is None else 0
     # During the last branch, the activation function's output exists, and its input if it is saved.
     there = 0 if mlp.one else o * (2 - share.fuses if checkpointing is None else 1) + products // 2
-    width, weight = mlp.product(branches)
+    width, weight = mlp.matmul(branches)
     chain = branches * (o + 2 * s)  # an adapter's output, the scaled output, and the layer's
     width += waiting
     last = max(width, chain * any(adapters.values())) if mlp.one else max(width, chain * adapters["up_proj"])

@@ -495,7 +495,7 @@ class StepMemory:
         return moments
 
 
-def _with_value_model(found: list[Moment], value: StepMemory) -> list[Moment]:
+def _with_value_model(policy: list[Moment], value: StepMemory) -> list[Moment]:
     """Return the moments of a policy's step with its value model's, which one backward pass trains: the value model's
     forward comes last, so its backward comes first, and its gradients stay until the update."""
     stays = {**value.resident, "workspace": 0}
@@ -505,11 +505,11 @@ def _with_value_model(found: list[Moment], value: StepMemory) -> list[Moment]:
         "backward": {**stays, "gradients": value.gradients.update},
         "optimizer": {**stays, "gradients": value.gradients.update, "other": stays["other"] + value.update},
     }
-    waiting = {**next(moment for moment in reversed(found) if moment.phase == "forward").parts, "logits": 0}
+    waiting = {**next(moment for moment in reversed(policy) if moment.phase == "forward").parts, "logits": 0}
     own = [_sum(moment._replace(parts={**moment.parts, "workspace": 0}), waiting)
            for moment in value.moments() if moment.phase == "backward"]  # fmt: skip
     both = [_sum(moment._replace(parts={**moment.parts, "logits": 0}) if moment.phase == "forward" else moment,
-                 beside[moment.phase]) for moment in found]  # fmt: skip
+                 beside[moment.phase]) for moment in policy]  # fmt: skip
     place = next(number for number, moment in enumerate(both) if moment.phase == "backward")
     return [*both[:place], *own, *both[place:]]
 
@@ -535,8 +535,8 @@ def passes_in_flight(run: Training, stage: int, done: int = 0) -> int:
         return 1
     if run.schedule == "gpipe":
         return run.accumulation - done
-    later = run.pp - stage - 1
-    ahead = later + 1 if run.virtual_stages == 1 else 2 * later + (run.virtual_stages - 1) * run.pp + 1
+    later_stages = run.pp - stage - 1
+    ahead = later_stages + 1 if run.virtual_stages == 1 else 2 * later_stages + (run.virtual_stages - 1) * run.pp + 1
     return min(ahead, run.accumulation * run.virtual_stages - done)
 
 

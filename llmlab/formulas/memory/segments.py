@@ -62,13 +62,13 @@ def granted(size: int) -> float:
     return Segments().take(size)[1] / size if size > MiB else 1
 
 
-def beyond(made: Iterable[tuple[int, ...]]) -> int:
+def slack(made: Iterable[tuple[int, ...]]) -> int:
     """Return the bytes that tensors occupy beyond their sizes if they are created one after another.
 
     Each tuple describes how one tensor is created: the sizes that are allocated, in order, and -1 to free the first of
     them, -2 the second, and so on. The others stay.
 
-    >>> beyond([(11 * MiB,)] * 3), beyond([(44 * MiB, -1), *[(11 * MiB,)] * 3])
+    >>> slack([(11 * MiB,)] * 3), slack([(44 * MiB, -1), *[(11 * MiB,)] * 3])
     (3145728, 0)
     """
     segments, more = Segments(), 0

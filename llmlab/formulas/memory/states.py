@@ -14,7 +14,7 @@ from ...specs.stages import layers_of
 from .. import gptq, newton_schulz
 from .fsdp import NONE, Parts, Units, is_flat, sharded_experts, units, uses_fsdp
 from .precision import NF4_BLOCK, PRECISION, Bytes, state_bytes, weight_bytes
-from .segments import beyond
+from .segments import slack
 from .share import adapted, adapter_bytes, by_bitsandbytes, frozen_in_half, stored_in
 from .stacks.torchtune import nf4tensor
 
@@ -192,7 +192,7 @@ def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, wid
     of a stage, from the embedding (`first`) to the `head`. Each matrix is divided among `ranks`."""
     table = spec.vocab * spec.hidden
     sizes = [table] * first + _sizes(spec.block_linears, spec) * layers + [table] * head
-    return beyond((width * size // ranks,) for size in sizes for _ in range(tensors))
+    return slack((width * size // ranks,) for size in sizes for _ in range(tensors))
 
 
 @lru_cache(maxsize=1 << 10)
@@ -204,9 +204,9 @@ def _quantizing(spec: ModelSpec, dtype: str, width: int, by_torchao: bool) -> in
     if dtype == "gptq":  # a checkpoint contains quantized weights
         block = [gptq.tensors(linear.inputs, linear.outputs, width) for linear in mlp_first
                  for _ in range(linear.count // spec.layers)]  # fmt: skip
-        return beyond((size,) for size in (*tables, *chain.from_iterable(block * spec.layers)))
+        return slack((size,) for size in (*tables, *chain.from_iterable(block * spec.layers)))
     if by_torchao:
-        return beyond([*(nf4tensor(size) for size in sizes), *((table,) for table in tables)])
+        return slack([*(nf4tensor(size) for size in sizes), *((table,) for table in tables)])
     # transformers first allocates one block for all weights (modeling_utils.py, caching_allocator_warmup). Then it
     # loads and quantizes 16-bit weights in the order of their names (core_model_loading.py, dot_natural_key).
     # bitsandbytes allocates NF4's scales before its codes (backends/cuda/ops.py, _quantize_4bit). Double quantization
@@ -217,7 +217,7 @@ def _quantizing(spec: ModelSpec, dtype: str, width: int, by_torchao: bool) -> in
         scales = 4 * size // NF4_BLOCK
         first, then = () if dtype == "int8" else (scales,), (scales, scales // 4, -4, -2)
         tensors.append((2 * size, *first, size // codes, *(then if dtype == "nf4-double" else ()), -1))
-    return beyond(tensors)
+    return slack(tensors)
 
 
 def _sizes(linears: Iterable[Linear], spec: ModelSpec) -> list[int]:

@@ -268,11 +268,11 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
     spec, run, c = share.spec, share.run, share.bytes.compute
     # A compiled backward pass overwrites its inputs, also down_proj's input, which LoRA does not save. A recomputed
     # block first has all of them.
-    over = share.compiled and not run.checkpointing
+    overwrites = share.compiled and not run.checkpointing
     recomputed = share.blocks_compiled and run.checkpointing is not None
     again = recomputed and run.lora is not None
     adapters = any(linear.part == "mlp" and linear.inputs == spec.hidden for linear in adapted(spec, run))
-    widths: float = 1 + (run.lora is not None) if over else 3 if spec.gated else 2
+    widths: float = 1 + (run.lora is not None) if overwrites else 3 if spec.gated else 2
     widths, streams = _beside_adapters(share) if again else (widths, 0)
     mlp = int(share.tokens * share.linear_bytes * (spec.token_mlp_width * widths / run.tp + spec.hidden * streams))
     if run.lora and (eager := mlp_of(share)):
@@ -280,7 +280,7 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
     written_out = not spec.gated and spec.activation not in FUSED and not share.blocks_compiled
     if written_out and run.lora:  # the gradient of the product with tanh, and those of both factors
         mlp = share.tokens * spec.intermediate * 3 * (4 if share.autocast else share.linear_bytes) // run.tp
-    if over and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
+    if overwrites and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
     if share.writes_scores:
         attention = backward_scores(share) - (0 if recomputed else mlp_kept)
@@ -290,10 +290,10 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
         if again or masks:
             attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
         attention += score_elements(share) * c * masks // (spec.heads * run.tp)
-    later = max(attention, expert_inputs(share) - mlp_kept if spec.experts else attention)
-    if later + gradients <= mlp:
+    at_attention = max(attention, expert_inputs(share) - mlp_kept if spec.experts else attention)
+    if at_attention + gradients <= mlp:
         return mlp, 0
-    return max(0, later), gradients + min(0, later)
+    return max(0, at_attention), gradients + min(0, at_attention)
 
 
 def expert_inputs(share: Share) -> int:
@@ -360,8 +360,8 @@ def _beside_adapters(share: Share) -> tuple[float, float]:
     count, remade, wide = len(names), share.remade_masks > 0, adapter_bytes(share.run) == 4
     if names == ["down_proj"] and wide and share.run.checkpointing == "full":
         return 5, 2  # on both GPUs: no other adapter's casts wait
-    over = 2 + count if share.run.checkpointing == "selective" else 0
-    return 2 + remade + count * (10 / 3 if wide else 2) - over, count * (4 if remade else 8 / 3) * wide
+    replaced = 2 + count if share.run.checkpointing == "selective" else 0
+    return 2 + remade + count * (10 / 3 if wide else 2) - replaced, count * (4 if remade else 8 / 3) * wide
 
 
 def optimizer_temporaries(share: Share, states: States) -> int:

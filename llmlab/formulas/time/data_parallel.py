@@ -282,8 +282,8 @@ def buckets_finished(messages: int, cost: float, backward: float, share: float) 
     rest are ready at that time. From some bucket on, the link is busy without a gap: from the first bucket, or from one
     of the two around the end of the blocks.
     """
-    over = min(messages, ceil(messages * share))
-    first = (0, max(0, over - 2), over - 1)
+    of_blocks = min(messages, ceil(messages * share))
+    first = (0, max(0, of_blocks - 2), of_blocks - 1)
     return max([backward * min(1, (i + 1) / messages / share) + (messages - i) * cost for i in first])
 
 

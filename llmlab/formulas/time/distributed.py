@@ -296,11 +296,11 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kerne
     return gathers * gather + scatters * scatter + left
 
 
-def _left(sent: float, product: float, inside: float | None = None) -> float:
-    """Return the seconds that `sent` seconds of communication add to a step if a matmul of `product` seconds runs
+def _left(sent: float, matmul: float, inside: float | None = None) -> float:
+    """Return the seconds that `sent` seconds of communication add to a step if a matmul of `matmul` seconds runs
     concurrently. They are the rest after the matmul, and the usual cost of hidden communication. This cost counts for
     at most `inside` seconds, the time in which the bytes cross the links of a node."""
-    behind = min(sent, product)
+    behind = min(sent, matmul)
     contended = behind if inside is None else min(behind, inside)
     return sent - behind + float(training_rates()["scale"]["contention"]) * contended
 

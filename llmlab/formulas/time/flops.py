@@ -18,7 +18,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
 from .. import newton_schulz
 from ..again import attentions_again
-from ..memory.methods import others, value_run
+from ..memory.methods import other_models, value_run
 from ..memory.share import attention_kernel
 from ..memory.states import adapter_parameters
 from .products import gradients_of_first_block, products
@@ -78,8 +78,8 @@ def _counted(spec: ModelSpec, run: Run, kernel: str) -> Flops:
     sums = Flops(optimizer=updates[run.optimizer]() if run.optimizer in updates else 0)
     tokens = run.global_batch * run.seq_len
     heads = run.scored * run.accumulation * run.dp
-    for product in products(spec, run):
-        sums.add(product.part, *product.flops(heads if product.part == "head" else tokens))
+    for matmul in products(spec, run):
+        sums.add(matmul.part, *matmul.flops(heads if matmul.part == "head" else tokens))
     _scores(sums, spec, run, run.global_batch, kernel)
     return sums
 
@@ -131,7 +131,7 @@ def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel:
         backward -= one * ((not q_) * qk + (not k_) * qk + (not v_) * v + (not (q_ or k_)) * v)
     again = attentions_again(spec, run, kernel in ("flash", "efficient"))
     forward += sum(other.passes * other.spec.layers * 2 * sequences * other.spec.heads * run.seq_len**2
-                   * sum(head_sizes(other.spec)) for other in others(spec, run))  # fmt: skip
+                   * sum(head_sizes(other.spec)) for other in other_models(spec, run))  # fmt: skip
     sums.add("scores", forward, backward, forward_once * again // spec.layers)
     if run.objective.critic:
         _scores(sums, spec, value_run(run), sequences, kernel)

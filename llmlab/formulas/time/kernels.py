@@ -77,7 +77,7 @@ class Kernels:
     reached: float | None  # FLOP/s of large 16-bit matmuls, measured by others; None with own grids
     flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of attention in AMD's libraries (measured_rates.toml)
     scale: float  # the time of a FLOP on `card` divided by that on `base`
-    _products: dict[tuple[int, int, int, str], tuple[float | None, bool]] = field(default_factory=dict)
+    _matmuls: dict[tuple[int, int, int, str], tuple[float | None, bool]] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
     _known_limits: dict[str, tuple[float | None, float, int] | None] = field(default_factory=dict)
 
@@ -218,38 +218,38 @@ class Kernels:
         """Return whether a matmul's time is extrapolated: its dtype was measured, but only at other sizes."""
         return self.timed(m, n, k, dtype)[1]
 
-    def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
+    def matmul(self, m: int, n: int, k: int, dtype: str) -> float | None:
         """Return the seconds of the matmul (m, k) · (k, n) in `dtype`, or None if the GPU has no units for it. "mxfp8"
         is fp8 with a scale per 32 elements."""
         return self.timed(m, n, k, dtype)[0]
 
     def timed(self, m: int, n: int, k: int, dtype: str) -> tuple[float | None, bool]:
-        """Return the results of `product` and `extrapolates`, computed once per matmul."""
+        """Return the results of `matmul` and `extrapolates`, computed once per matmul."""
         key = m, n, k, dtype
         try:
-            return self._products[key]
+            return self._matmuls[key]
         except KeyError:
             time = _matmul(self.base.name, m, n, k, MEASURED_AS.get(dtype, dtype)) if self.table else None
             extrapolated = time is not None and not time.inside
-            return self._products.setdefault(key, (self._product(m, n, k, dtype, time), extrapolated))
+            return self._matmuls.setdefault(key, (self._seconds(m, n, k, dtype, time), extrapolated))
 
     def summed(self, sizes: tuple[tuple[tuple[int, int, int, str], int], ...]) -> tuple[float | None, float]:
         """Return the seconds of matmuls ((m, n, k, dtype), count), and how many of these seconds are extrapolated. The
         former are None if the GPU has no units for one of the matmuls."""
-        total = beyond = 0.0
+        total = extrapolated_s = 0.0
         for key, times in sizes:
-            one, extrapolated = self._products.get(key) or self.timed(*key)
+            one, extrapolated = self._matmuls.get(key) or self.timed(*key)
             if one is None:
                 return None, 0.0
             total += times * one
             if extrapolated:
-                beyond += times * one
-        return total, beyond
+                extrapolated_s += times * one
+        return total, extrapolated_s
 
-    def _product(self, m: int, n: int, k: int, dtype: str, time: KernelTime | None) -> float | None:
+    def _seconds(self, m: int, n: int, k: int, dtype: str, time: KernelTime | None) -> float | None:
         flop = 2.0 * m * n * k
         if dtype == "mxfp8":
-            seconds = self.product(m, n, k, "fp8")
+            seconds = self.matmul(m, n, k, "fp8")
             return seconds and seconds * training_rates()["fp8"]["mxfp8"]
         if self.table is None and self._fitted("matmul") and self.rates and dtype in self.rates.matmul:
             return flop / self.rates.matmul[dtype]
@@ -438,7 +438,7 @@ def _scale(card: GPU, base: GPU, reached: float | None) -> float:
     large = _matmul(base.name, *LARGE, "bf16")
     if reached and large:
         return 2 * prod(LARGE) / large.seconds / reached
-    theirs, mine = (each.peak("bf16") or each.peak("fp16") or each.peak("fp32") for each in (base, card))
+    theirs, mine = (device.peak("bf16") or device.peak("fp16") or device.peak("fp32") for device in (base, card))
     return theirs / mine if theirs and mine else 1.0
 
 

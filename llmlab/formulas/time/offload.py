@@ -151,12 +151,12 @@ def waiting(spec: ModelSpec, run: Training, card: GPU, computed: float) -> Waiti
     NotAvailable for a GPU whose link to its host is not in the table."""
     host, used = usual_host(card), min(run.world_size, card.node_gpus)
     gpus = max(host.gpus, used)
-    own, others = host.bandwidth / gpus, [host_.share for host_ in hosts().values()]
+    own, shares = host.bandwidth / gpus, [host_.share for host_ in hosts().values()]
 
     def seconds(share: float) -> float:
         return offloaded_step(spec, run, card, computed, replace(host, bandwidth=share * gpus), gpus).waiting
 
-    return Waiting(seconds(own), seconds(max(host.bandwidth / used, *others)), seconds(min(own, *others)), host)
+    return Waiting(seconds(own), seconds(max(host.bandwidth / used, *shares)), seconds(min(own, *shares)), host)
 
 
 Work = tuple[str, float, float, str]  # the lane, the start and the end in seconds, and the kind of work

@@ -64,7 +64,7 @@ def _measured(kernel: Kernel, measured: Kernels) -> float | None:
         return None
     if kernel.kind == "matmul":
         batch, rows, columns, inner = kernel.shape
-        return measured.product(batch * rows, columns, inner, kernel.dtype)
+        return measured.matmul(batch * rows, columns, inner, kernel.dtype)
     if measured.card.peak(kernel.dtype) is None:
         return None
     heads, queries, keys, size, causal = kernel.shape

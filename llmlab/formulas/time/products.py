@@ -16,7 +16,7 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training, stack_of
 from ..again import module_again, wholly_recomputed_blocks
-from ..memory.methods import others, value_run
+from ..memory.methods import other_models, value_run
 from ..memory.share import adapter_bytes, by_bitsandbytes
 
 # torchtitan's "selective_op" does not save every second matmul of a block, in the order in which they run: wq, wk, wv,
@@ -57,13 +57,13 @@ def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
     if run.method == "sft":
         return tuple(matmuls)
     if run.objective.loss == "chunked":  # the backward pass computes the logits again
-        matmuls = [each._replace(again=each.forward) if each.part == "head" else each for each in matmuls]
-    for other in others(spec, run):
+        matmuls = [matmul._replace(again=matmul.forward) if matmul.part == "head" else matmul for matmul in matmuls]
+    for other in other_models(spec, run):
         plain = replace(run.update, lora=None, checkpointing=None)
-        matmuls += [each._replace(forward=other.passes * each.forward, input_gradient=0, weight_gradient=0)
-                    for each in products(other.spec, plain) if other.scores or each.part != "head"]  # fmt: skip
+        matmuls += [matmul._replace(forward=other.passes * matmul.forward, input_gradient=0, weight_gradient=0)
+                    for matmul in products(other.spec, plain) if other.scores or matmul.part != "head"]  # fmt: skip
     if run.objective.critic:
-        matmuls += [each for each in products(spec, value_run(run)) if each.part != "head"]
+        matmuls += [matmul for matmul in products(spec, value_run(run)) if matmul.part != "head"]
     return tuple(matmuls)
 
 

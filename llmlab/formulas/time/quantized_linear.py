@@ -33,6 +33,6 @@ def linear_seconds(
     streams = 2 * tokens * (rows + columns)  # inputs and outputs, in 16 bits
     packed = weights * (8 if way == "w8a8" else bits) / 8
     read = 2 * weights if way in ("16-bit", "unpacked") else packed
-    product = max(2 * tokens * weights / peak, (read + streams) / card.bandwidth)
+    matmul = max(2 * tokens * weights / peak, (read + streams) / card.bandwidth)
     unpacking = (packed + 2 * weights) / card.bandwidth if way == "unpacked" else 0.0
-    return product + unpacking
+    return matmul + unpacking

@@ -22,7 +22,7 @@ from .. import gptq, newton_schulz
 from ..again import attentions_again
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
-from ..memory.methods import offloaded, others, value_run
+from ..memory.methods import offloaded, other_models, value_run
 from ..memory.precision import PRECISION
 from ..memory.share import (
     adapter_bytes,
@@ -160,7 +160,7 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     slower = sent.strided * (1 / rates.strided - 1 / rates.bandwidth)
     blocks = sent.blocks / gpu_kernels.bandwidth + slower + small_kernels(spec, run) * rates.launch
     host = host_seconds(spec, run, gpu_kernels.host)
-    for other in others(spec, run):  # a forward pass costs as much as full recomputation adds
+    for other in other_models(spec, run):  # a forward pass costs as much as full recomputation adds
         again, once = (replace(run.update, lora=None, checkpointing=kind) for kind in ("full", None))
         both = [moved(other.spec, each, card).blocks / gpu_kernels.bandwidth for each in (again, once)]
         blocks += other.passes * (both[0] - both[1])
@@ -267,7 +267,7 @@ def _orthogonal_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) ->
     total = 0.0
     for rows, columns, count in newton_schulz.matrices(spec):
         for m, n, k in newton_schulz.products(rows, columns):
-            total += count * (gpu_kernels.product(m, n, k, "bf16") or gpu_kernels.product(m, n, k, "fp32") or 0.0)
+            total += count * (gpu_kernels.matmul(m, n, k, "bf16") or gpu_kernels.matmul(m, n, k, "fp32") or 0.0)
     return newton_schulz.ITERATIONS * total / run.pp
 
 
@@ -339,24 +339,24 @@ def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[s
     extrapolated_s = misaligned_s = 0.0
     share, counted, times = run.accumulation / run.pp, *misaligned_factor(gpu_kernels.card)
     packed = ("attention", "mlp") if run.quantization else ()
-    for product, kind, sizes in _multiplied(spec, run):
+    for matmul, kind, sizes in _multiplied(spec, run):
         _, n, k, _ = sizes[0][0]
         total, extrapolated = gpu_kernels.summed(sizes)
         if total is None:
             return None, Outside(0.0, 0.0, 0.0, 0.0)
         extrapolated_s += extrapolated * share
-        if (n % ALIGNED or k % ALIGNED) and _is_misaligned(product.part, kind, run, gpu_kernels):
+        if (n % ALIGNED or k % ALIGNED) and _is_misaligned(matmul.part, kind, run, gpu_kernels):
             misaligned_s += total * share
             total *= times if counted else 1.0
-        if product.part == "experts":  # one grouped matmul, which reads the weights of all experts
-            passes = product.forward + product.again + product.input_gradient + product.weight_gradient
+        if matmul.part == "experts":  # one grouped matmul, which reads the weights of all experts
+            passes = matmul.forward + matmul.again + matmul.input_gradient + matmul.weight_gradient
             total = max(total, passes * 2 * n * k * spec.experts / run.ep / gpu_kernels.bandwidth)
-        if product.part in packed and by_bitsandbytes(run):
-            times_unpacked = product.forward + product.again + product.input_gradient
+        if matmul.part in packed and by_bitsandbytes(run):
+            times_unpacked = matmul.forward + matmul.again + matmul.input_gradient
             total += times_unpacked * UNPACKED * n * k / gpu_kernels.bandwidth
-        elif product.part in packed:
-            total += _unpacking_seconds(product, run, gpu_kernels)
-        seconds[product.part] = seconds.get(product.part, 0.0) + total * share
+        elif matmul.part in packed:
+            total += _unpacking_seconds(matmul, run, gpu_kernels)
+        seconds[matmul.part] = seconds.get(matmul.part, 0.0) + total * share
     more = (times - 1) * misaligned_s
     if counted:
         return seconds, Outside(extrapolated_s, misaligned_s + more, more, 0.0)
@@ -370,24 +370,24 @@ def misaligned_factor(card: GPU) -> tuple[bool, float]:
     return chip in UNALIGNED, UNALIGNED.get(chip, min(UNALIGNED.values()))
 
 
-def _unpacking_seconds(product: Product, run: Training, gpu_kernels: Kernels) -> float:
+def _unpacking_seconds(matmul: Product, run: Training, gpu_kernels: Kernels) -> float:
     """Return the seconds per micro-batch in which GPTQ's weights are unpacked: in the forward pass, and again with any
     checkpointing, even if it saves the outputs of matmuls. The backward pass reads the unpacked weights."""
-    shifts, others = gptq.moved(product.inputs, product.outputs, *unpacked_bytes(run))
-    once = shifts / gpu_kernels.operators.strided + others / gpu_kernels.bandwidth
-    return product.forward * (2 if run.checkpointing else 1) * once
+    shifts, other_bytes = gptq.moved(matmul.inputs, matmul.outputs, *unpacked_bytes(run))
+    once = shifts / gpu_kernels.operators.strided + other_bytes / gpu_kernels.bandwidth
+    return matmul.forward * (2 if run.checkpointing else 1) * once
 
 
 def columns_backward(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[Backward, ...]:
     """Return the seconds per micro-batch of the matmuls in the backward pass of a block's column-parallel layers, first
     those of attention, then those of the MLP, averaged over the blocks."""
     seconds = dict.fromkeys(("attention", "mlp"), Backward(0.0, 0.0))
-    for product, _, sizes in _multiplied(spec, run):
-        if product.cut == "outputs" and product.part in seconds:
-            matmuls = (sizes[1][0], product.input_gradient), (sizes[-1][0], product.weight_gradient)
-            input, weight = (times * (gpu_kernels.product(*size) or 0.0) / spec.layers for size, times in matmuls)
-            before = seconds[product.part]
-            seconds[product.part] = Backward(before.input + input, before.weight + weight)
+    for matmul, _, sizes in _multiplied(spec, run):
+        if matmul.cut == "outputs" and matmul.part in seconds:
+            matmuls = (sizes[1][0], matmul.input_gradient), (sizes[-1][0], matmul.weight_gradient)
+            input, weight = (times * (gpu_kernels.matmul(*size) or 0.0) / spec.layers for size, times in matmuls)
+            before = seconds[matmul.part]
+            seconds[matmul.part] = Backward(before.input + input, before.weight + weight)
     return tuple(seconds.values())
 
 
@@ -412,25 +412,25 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
         in_fp32 |= {"head"}
     if expert_bytes(run) == 4:
         in_fp32 |= {"experts"}
-    found = []
-    for product in products(spec, run):
-        m, n, k = rows * product.copies, product.outputs, product.inputs
-        if product.part == "head":
+    matmuls = []
+    for matmul in products(spec, run):
+        m, n, k = rows * matmul.copies, matmul.outputs, matmul.inputs
+        if matmul.part == "head":
             m = run.scored // run.cp
-        if product.cut == "outputs":
+        if matmul.cut == "outputs":
             n = n // run.tp or 1
-        elif product.cut == "inputs":
+        elif matmul.cut == "inputs":
             k = k // run.tp or 1
-        kind = "fp32" if product.part in in_fp32 else narrow if run.fp8_recipe and product.part in CONVERTED else dtype
+        kind = "fp32" if matmul.part in in_fp32 else narrow if run.fp8_recipe and matmul.part in CONVERTED else dtype
         times = 1
-        if run.kernels == "liger" and product.part == "head":
+        if run.kernels == "liger" and matmul.part == "head":
             m = loss_chunk(spec, m)
             times = -(-rows // m)
-        forward = (m, n, k, kind), times * (product.forward + product.again)
-        sizes = forward, ((m, k, n, kind), times * product.input_gradient)
-        weight = (((n, k, m, kind), times * product.weight_gradient),) if product.weight_gradient else ()
-        found.append((product, kind, (*sizes, *weight)))
-    return tuple(found)
+        forward = (m, n, k, kind), times * (matmul.forward + matmul.again)
+        sizes = forward, ((m, k, n, kind), times * matmul.input_gradient)
+        weight = (((n, k, m, kind), times * matmul.weight_gradient),) if matmul.weight_gradient else ()
+        matmuls.append((matmul, kind, (*sizes, *weight)))
+    return tuple(matmuls)
 
 
 def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float | None:
@@ -457,13 +457,13 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
             total += times * forward * (spec.layers + again + back)
         if run.objective.critic:
             total += attention_seconds(spec, value_run(run), gpu_kernels) or 0.0
-        for other in others(spec, run):
+        for other in other_models(spec, run):
             total += other.passes * other.spec.layers * gpu_kernels.attention(
                 run.sequences, other.spec.heads, length, sum(head_sizes(other.spec)) // 2, name, dtype
             )
     else:
         rows = run.sequences * heads * length
-        scores, values = gpu_kernels.product(rows, length, qk, dtype), gpu_kernels.product(rows, v, length, dtype)
+        scores, values = gpu_kernels.matmul(rows, length, qk, dtype), gpu_kernels.matmul(rows, v, length, dtype)
         if scores is None or values is None:
             return None
         total = (scores + values) * (spec.layers + again + 2 * (spec.layers - without))

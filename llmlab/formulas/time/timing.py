@@ -169,8 +169,8 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
     if on_host.host:
         sources["offload"] = on_host.host.source or "the median of nodes.toml"
         waits = f"In each step the GPUs wait {on_host.seconds:.2g} s for host memory, assuming {on_host.host.name}"
-        others = f"{on_host.least:.2g} to {on_host.most:.2g} s"
-        notes.append(Note("host-memory", f"{waits}; other hosts take {others}."))
+        host_range = f"{on_host.least:.2g} to {on_host.most:.2g} s"
+        notes.append(Note("host-memory", f"{waits}; other hosts take {host_range}."))
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, tuple(notes))
 
 

@@ -28,10 +28,10 @@ def _averaged(
 
     function(parameters, 3, all_reduce, bucket_bytes)
     for _ in range(passes):
-        product = torch.ones(())
+        loss = torch.ones(())
         for parameter in parameters:
-            product = product * parameter.mean()
-        product.backward()
+            loss = loss * parameter.mean()
+        loss.backward()
     return parameters, messages
 
 

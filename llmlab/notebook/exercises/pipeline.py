@@ -61,13 +61,13 @@ done_at = {
 
 
 def _slowest(seconds: Sequence[float], sizes: Sequence[int]) -> float:
-    ends = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-    return max(sum(seconds[a:b]) for a, b in pairwise(ends))
+    bounds = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    return max(sum(seconds[a:b]) for a, b in pairwise(bounds))
 
 
 def _best(function: Callable[..., Any], draw: Random) -> bool:
     seconds, stages = [draw.randint(1, 9) for _ in range(draw.randint(4, 9))], draw.randint(1, 4)
-    ways = [(0, *ends, len(seconds)) for ends in combinations(range(1, len(seconds)), stages - 1)]
+    ways = [(0, *bounds, len(seconds)) for bounds in combinations(range(1, len(seconds)), stages - 1)]
     least = min(_slowest(seconds, [b - a for a, b in pairwise(way)]) for way in ways)
     sizes = list(function(list(seconds), stages))
     whole = len(sizes) == stages and min(sizes) > 0 and sum(sizes) == len(seconds)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 
 def _near(f, policy: list[float], reference: list[float], beta: float, expected: float) -> bool:
-    found = f(torch.tensor(policy), torch.tensor(reference), beta)
-    return torch.allclose(found, torch.tensor(expected), atol=1e-5)
+    loss = f(torch.tensor(policy), torch.tensor(reference), beta)
+    return torch.allclose(loss, torch.tensor(expected), atol=1e-5)
 
 
 def _gradients(f) -> bool:

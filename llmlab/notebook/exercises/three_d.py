@@ -52,17 +52,17 @@ def _summed(function: Callable[..., Any], split: bool, sequence_parallel: bool) 
     """Return the gradient of a parameter, whose gradient is 1 on each of dp × cp × tp = 3 × 2 × 4 ranks, and the axes
     over which it was summed. There are two stages, over which nothing is summed."""
     sizes = {"tp": 4, "cp": 2, "dp": 3, "pp": 2}
-    over: set[str] = set()
+    summed_axes: set[str] = set()
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
 
     def all_reduce(tensor: Tensor, axes: Sequence[str]) -> None:
-        for axis in set(axes) - over:
+        for axis in set(axes) - summed_axes:
             tensor.mul_(sizes[axis])
-        over.update(axes)
+        summed_axes.update(axes)
 
     function([(parameter, split)], sizes, sequence_parallel, all_reduce)
-    return parameter.grad[0].item(), over
+    return parameter.grad[0].item(), summed_axes
 
 
 average_over_mesh = {

@@ -27,13 +27,13 @@ DCP = "torch.distributed.checkpoint."
 
 
 @contextmanager
-def distributed_checkpoints(kept: dict[str, Any]) -> Iterator[None]:
-    """Let torch.distributed.checkpoint write its files to `kept`, by absolute path, and read them from there."""
+def distributed_checkpoints(contents: dict[str, Any]) -> Iterator[None]:
+    """Let torch.distributed.checkpoint write its files to `contents`, by absolute path, and read them from there."""
     files, writer = symbol(DCP + "filesystem.FileSystem"), symbol(DCP + "filesystem._FileSystemWriter")
     planner = symbol(DCP + "default_planner")
     saver, package = symbol(DCP + "state_dict_saver"), symbol(DCP.rstrip("."))
     patches: list[tuple[Any, str, Any]] = [
-        (files, "create_stream", _stream(kept, files.create_stream)),
+        (files, "create_stream", _stream(contents, files.create_stream)),
         (files, "rename", lambda self, path, new_path: os.rename(path, new_path)),
         (files, "rm_file", lambda self, path: os.remove(path)),
         (files, "ls", lambda self, path: [os.path.join(path, name) for name in os.listdir(path)]),
@@ -49,17 +49,17 @@ def distributed_checkpoints(kept: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _stream(kept: dict[str, Any], real: Callable) -> Callable:
+def _stream(contents: dict[str, Any], real: Callable) -> Callable:
     @contextmanager
     def create_stream(self: Any, path: Any, mode: str) -> Iterator[Any]:
         name = os.path.abspath(path)
         if "r" not in mode:
-            with KeptFile(lambda content: kept.__setitem__(name, content)) as file:
+            with KeptFile(lambda content: contents.__setitem__(name, content)) as file:
                 yield file
             if ".metadata" in os.path.basename(name):  # the last file of a checkpoint
                 warnings.warn(NOT_WRITTEN.format(os.path.dirname(name)), LabWarning, stacklevel=2)
-        elif isinstance(kept.get(name), bytes):
-            yield io.BytesIO(kept[name])
+        elif isinstance(contents.get(name), bytes):
+            yield io.BytesIO(contents[name])
         else:
             with real(self, path, mode) as file:
                 yield file

@@ -41,9 +41,9 @@ NOT_WRITTEN = "tensors on the simulated GPU have no values, so {} is kept in mem
 class Checkpoints:
     """The checkpoints saved in the block, and the functions that save and load them."""
 
-    def __init__(self, engine: Engine, kept: dict[str, Any]) -> None:
+    def __init__(self, engine: Engine, contents: dict[str, Any]) -> None:
         self.engine = engine
-        self.kept = kept  # by path or number of a file object: the pickled content and its tensors, or bytes
+        self.contents = contents  # by path or number of a file object: the pickled content and its tensors, or bytes
         self._numbers = count()
         self.plain = False  # whether new parameters stay real
         self.real_load = torch.load
@@ -79,7 +79,7 @@ class Checkpoints:
             for module in (torch, torch.serialization):
                 stack.enter_context(mock.patch.object(module, "save", save))
                 stack.enter_context(mock.patch.object(module, "load", load))
-            stack.enter_context(VirtualFiles(self.kept).patched())
+            stack.enter_context(VirtualFiles(self.contents).patched())
             yield
 
     @contextmanager
@@ -140,21 +140,21 @@ class Checkpoints:
         if not pickler.simulated:
             return False
         if isinstance(f, (str, os.PathLike)):
-            self.kept.pop(os.path.abspath(f), None)  # so that the latest is last
-            self.kept[os.path.abspath(f)] = buffer.getvalue(), pickler.records
+            self.contents.pop(os.path.abspath(f), None)  # so that the latest is last
+            self.contents[os.path.abspath(f)] = buffer.getvalue(), pickler.records
         else:
             number = str(next(self._numbers))
-            self.kept[number] = buffer.getvalue(), pickler.records
+            self.contents[number] = buffer.getvalue(), pickler.records
             f.write(MAGIC + number.encode())
         return True
 
     def _kept(self, f: Any) -> tuple[bytes, list[Saved]] | None:
         if isinstance(f, (str, os.PathLike)):
-            return self.kept.get(os.path.abspath(f))
+            return self.contents.get(os.path.abspath(f))
         position = f.tell()
         start = f.read(len(MAGIC))
         if start == MAGIC:
-            return self.kept.get(f.read().decode())
+            return self.contents.get(f.read().decode())
         f.seek(position)
         return None
 

@@ -74,8 +74,8 @@ class Entries:
 class VirtualFiles:
     """Functions of os, os.path, pathlib and shutil that also find the files in `kept`, by absolute path."""
 
-    def __init__(self, kept: dict[str, Any]) -> None:
-        self.kept = kept
+    def __init__(self, contents: dict[str, Any]) -> None:
+        self.contents = contents
         self.began = time.time()
 
     @contextmanager
@@ -102,11 +102,11 @@ class VirtualFiles:
 
     def _kept_name(self, path: Any) -> str | None:
         name = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
-        return name if name in self.kept else None
+        return name if name in self.contents else None
 
     def _inside(self, folder: Any) -> list[str]:
         start = os.path.join(os.path.abspath(folder), "")
-        return [name for name in self.kept if name.startswith(start)]
+        return [name for name in self.contents if name.startswith(start)]
 
     def _listing(self, real: Callable) -> Callable:
         def listdir(path: Any = ".") -> list[Any]:
@@ -142,7 +142,7 @@ class VirtualFiles:
         def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
             inside = self._inside(path)
             for name in inside:
-                del self.kept[name]
+                del self.contents[name]
             if not inside or os.path.isdir(path):
                 real(path, *args, **kwargs)
 
@@ -152,11 +152,11 @@ class VirtualFiles:
         def rename(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             name, to = self._kept_name(source), os.path.abspath(target)
             if name is not None:
-                self.kept[to] = self.kept.pop(name)
+                self.contents[to] = self.contents.pop(name)
                 return None
             result = real(source, target, *args, **kwargs)
             for entry in self._inside(source):  # files of a renamed folder
-                self.kept[os.path.join(to, os.path.relpath(entry, source))] = self.kept.pop(entry)
+                self.contents[os.path.join(to, os.path.relpath(entry, source))] = self.contents.pop(entry)
             return result
 
         return rename
@@ -168,7 +168,7 @@ class VirtualFiles:
                 return real(source, target, *args, **kwargs)
             if os.path.isdir(target):
                 target = os.path.join(target, os.path.basename(name))
-            self.kept[os.path.abspath(target)] = self.kept[name]
+            self.contents[os.path.abspath(target)] = self.contents[name]
             return target
 
         return copy
@@ -179,7 +179,7 @@ class VirtualFiles:
             if name is None:
                 real(path, *args, **kwargs)
             else:
-                del self.kept[name]
+                del self.contents[name]
 
         return remove
 
@@ -189,7 +189,7 @@ class VirtualFiles:
     def _dating(self, real: Callable) -> Callable:
         def date(path: Any) -> float:
             name = self._kept_name(path)
-            return real(path) if name is None else self.began + list(self.kept).index(name)  # later files are newer
+            return real(path) if name is None else self.began + list(self.contents).index(name)  # later files are newer
 
         return date
 

@@ -22,8 +22,8 @@ from torch.fx import GraphModule
 from torch.nn.modules import module as modules
 
 from ...base.compat import FakeTensor, FakeTensorMode, FunctionalTensor, check, disable_current_modes, symbol
-from ..card import Card
 from ..devices import GPU_DEVICE
+from ..simulated_gpu import SimulatedGPU
 from ..streams import nothing
 
 CARD = torch.device("cuda", 0)
@@ -47,8 +47,8 @@ HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")  # in torch.nn.mo
 
 
 @contextmanager
-def dynamo_on(card: Card) -> Iterator[None]:
-    """Let Dynamo trace code that runs on `card` until the block ends; then it discards its compiled code."""
+def dynamo_on(gpu: SimulatedGPU) -> Iterator[None]:
+    """Let Dynamo trace code that runs on `gpu` until the block ends; then it discards its compiled code."""
     check("torch._dynamo.convert_frame")
     frames = symbol("torch._dynamo.convert_frame")
     function_state = symbol("torch._dynamo.variables.torch_function.SymbolicTorchFunctionState")
@@ -61,11 +61,11 @@ def dynamo_on(card: Card) -> Iterator[None]:
     def converted(self: Any, frame: Any, *args: Any) -> Any:
         try:
             # When it splits a graph for DDP's buckets, Dynamo leaves modes on.
-            with disable_current_modes(), tracing(card), uncollected():
+            with disable_current_modes(), tracing(gpu), uncollected():
                 return convert(self, frame, *args)
         except symbol("torch._dynamo.exc.InternalTorchDynamoError") as error:
             place = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"
-            card.engine.ran_eager(f"{frame.f_code.co_name} ({place})", error)
+            gpu.engine.ran_eager(f"{frame.f_code.co_name} ({place})", error)
             return frames.ConvertFrameReturn()
 
     def create_proxy(self: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
@@ -112,11 +112,11 @@ def dynamo_on(card: Card) -> Iterator[None]:
 
 
 @contextmanager
-def tracing(card: Card) -> Iterator[None]:
+def tracing(gpu: SimulatedGPU) -> Iterator[None]:
     """Show "cuda:0" for fake tensors of the GPU to code that decides by the device, and hide our module hooks."""
     real: Any = FakeTensor.device  # a property
     dispatch = FakeTensorMode.dispatch
-    deciding = (*SEES_CARD, COMPARES_MESH) if card.engine.host else SEES_CARD
+    deciding = (*SEES_CARD, COMPARES_MESH) if gpu.engine.host else SEES_CARD
 
     def sees_cuda(asking: str) -> bool:
         return asking.startswith(deciding)

@@ -25,9 +25,9 @@ from torch.fx import GraphModule
 from ...base.compat import DisableTorchFunction, check, symbol
 from ...base.errors import NotAvailable
 from ...base.notes import Note
-from ..card import Card
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
+from ..simulated_gpu import SimulatedGPU
 from .dynamo import CARD, on_device, tracing, uncollected
 
 # A cache would return code compiled for other GPUs, and nothing can be chosen by measuring.
@@ -51,8 +51,8 @@ ALIGNMENT = 16  # bytes; torch/_inductor/utils.py
 
 
 @contextmanager
-def inductor_on(card: Card) -> Iterator[None]:
-    """Let Inductor compile for `card` until the block ends. A graph that it cannot compile here runs eagerly."""
+def inductor_on(gpu: SimulatedGPU) -> Iterator[None]:
+    """Let Inductor compile for `gpu` until the block ends. A graph that it cannot compile here runs eagerly."""
     check("torch._inductor.compile_fx")
     entry, config = symbol("torch._inductor.compile_fx"), symbol("torch._inductor.config")
     autograd = symbol("torch._functorch.config")
@@ -61,7 +61,7 @@ def inductor_on(card: Card) -> Iterator[None]:
     padding = symbol("torch._inductor.fx_passes.pad_mm")
     interface = symbol("torch._dynamo.device_interface.CudaInterface")
     peephole, full = folder._add_peephole_patterns, torch.full
-    real, inner, fold, remark = entry.compile_fx, entry.compile_fx_inner, folder.run, card.engine.remark
+    real, inner, fold, remark = entry.compile_fx, entry.compile_fx_inner, folder.run, gpu.engine.remark
     properties = SimpleNamespace(**vars(torch.cuda.get_device_properties(0)), max_threads_per_block=THREADS_PER_BLOCK)
 
     def compile_fx(graph: GraphModule, inputs: Any, inner_compile: Any = inner, **options: Any) -> Any:
@@ -73,11 +73,11 @@ def inductor_on(card: Card) -> Iterator[None]:
             if find_spec("triton") is None:
                 raise NotAvailable("Inductor needs Triton, which is not installed: pip install triton")
             with config.patch(CONFIG), autograd.patch(graphsafe_rng_functionalization=False):  # else asks the driver
-                return real(graph, inputs, inner_compile=_compiler(card, inner_compile), **options)
+                return real(graph, inputs, inner_compile=_compiler(gpu, inner_compile), **options)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            card.engine.ran_eager(_line(graph), error)
+            gpu.engine.ran_eager(_line(graph), error)
             return graph.forward
 
     # Constant folding runs operators, so they must run on the engine, because there is no CUDA device.
@@ -100,23 +100,21 @@ def inductor_on(card: Card) -> Iterator[None]:
             remark(PADDED)
         return padded
 
+    answer = staticmethod(lambda device=None: properties)
+    patches: list[tuple[Any, str, Any]] = [
+        (entry, "compile_fx", compile_fx), (folder, "run", folded), (folder, "_add_peephole_patterns", find_zeros),
+        (padding, "should_pad", should_pad),
+        (utils, "get_device_tflops", lambda dtype: (gpu.gpu.peak(DTYPES.get(dtype, "")) or 0) / 1e12),
+        (utils, "get_gpu_dram_gbps", lambda: gpu.gpu.bandwidth / 1e9),
+        (symbol("torch.utils._triton"), "triton_hash_with_backend", lambda: ""),  # it asks the driver
+        (interface, "get_device_properties", answer), (interface.Worker, "get_device_properties", answer),
+        (interface, "current_device", staticmethod(lambda: 0)),
+    ]  # fmt: skip
     with ExitStack() as stack:
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, value))
-
         _forget()
         stack.callback(_forget)
-        put(entry, "compile_fx", compile_fx)
-        put(folder, "run", folded)
-        put(folder, "_add_peephole_patterns", find_zeros)
-        put(padding, "should_pad", should_pad)
-        put(utils, "get_device_tflops", lambda dtype: (card.gpu.peak(DTYPES.get(dtype, "")) or 0) / 1e12)
-        put(utils, "get_gpu_dram_gbps", lambda: card.gpu.bandwidth / 1e9)
-        put(symbol("torch.utils._triton"), "triton_hash_with_backend", lambda: "")  # it asks the driver
-        for owner in (interface, interface.Worker):
-            put(owner, "get_device_properties", staticmethod(lambda device=None: properties))
-        put(interface, "current_device", staticmethod(lambda: 0))
+        for owner, name, value in patches:
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 
@@ -158,23 +156,23 @@ class _Kernel:
         self.engine.launched(self.name, self.moved)
 
 
-def _compiler(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return compile_fx_inner, which compiles the forward or the backward graph, for `card`."""
+def _compiler(gpu: SimulatedGPU, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return compile_fx_inner, which compiles the forward or the backward graph, for `gpu`."""
 
     def compile(graph: GraphModule, inputs: Any, **options: Any) -> Any:
         on_device(graph, CARD)
         config = symbol("torch._inductor.config")
         # The backward graph may be compiled during a backward pass, when our torch function mode is on.
-        with config.patch(CONFIG), tracing(card), uncollected(), DisableTorchFunction(), _wrapper_on(card):
+        with config.patch(CONFIG), tracing(gpu), uncollected(), DisableTorchFunction(), _wrapper_on(gpu):
             return real(graph, inputs, **options)
 
     return compile
 
 
 @contextmanager
-def _wrapper_on(card: Card) -> Iterator[None]:
+def _wrapper_on(gpu: SimulatedGPU) -> Iterator[None]:
     """Let the module that Inductor writes run on the engine."""
-    engine = card.engine
+    engine = gpu.engine
     modules = symbol("torch._inductor.codecache.PyCodeCache")
     load = modules.load_by_key_path
 

@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 from ...base.compat import symbol
 from ...base.errors import NotAvailable, SpecError, check_counts
 from ...hardware.links import GPUS_PER_NODE
-from ..card import Card
 from ..host_parameters import HostParameters
+from ..simulated_gpu import SimulatedGPU
 from ..streams import nothing
 from ..values.collectives import summed
 from ..values.placeholders import located
@@ -40,15 +40,15 @@ def launched(world_size: int, per_node: int = GPUS_PER_NODE) -> dict[str, str]:
     }  # fmt: skip
 
 
-def launch(card: Card, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
+def launch(gpu: SimulatedGPU, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
     """Make this process rank 0 of `world_size`, as if torchrun had started it on nodes of `per_node` GPUs."""
     environment = launched(world_size, per_node)
     os.environ.update(environment)
-    card.local_ranks = int(environment["LOCAL_WORLD_SIZE"])
+    gpu.local_ranks = int(environment["LOCAL_WORLD_SIZE"])
 
 
 @contextmanager
-def without_peers(card: Card, world_size: int | None, parameters: HostParameters) -> Iterator[None]:
+def without_peers(gpu: SimulatedGPU, world_size: int | None, parameters: HostParameters) -> Iterator[None]:
     """Let code in the block create process groups, as rank 0 of `world_size`, or as the environment or arguments say.
 
     `parameters` are on the host, and FSDP2 moves them to the GPU.
@@ -61,11 +61,11 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
     with ExitStack() as stack:
         if world_size is not None:
             stack.enter_context(mock.patch.dict(os.environ))
-            launch(card, world_size)
+            launch(gpu, world_size)
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(dist, "is_nccl_available", lambda: True)
         for module in (dist, symbol("torch.distributed.device_mesh")):
-            patch(module, "init_process_group", _init_process_group(card, parameters, stack))
+            patch(module, "init_process_group", _init_process_group(gpu, parameters, stack))
         patch(dist.ProcessGroup, "monitored_barrier", nothing)
         patch(torch.multiprocessing, "spawn", _first_rank)
         replaced = {
@@ -86,7 +86,7 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
         yield
 
 
-def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack) -> Callable[..., None]:
+def _init_process_group(gpu: SimulatedGPU, parameters: HostParameters, stack: ExitStack) -> Callable[..., None]:
     real = dist.init_process_group
 
     @wraps(real)
@@ -107,12 +107,12 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
         rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
         if rank >= size:
             raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
-        if not card.engine.defers:  # once only: the patches stay when the group is destroyed
-            stack.enter_context(torch_engines(card.engine))
+        if not gpu.engine.defers:  # once only: the patches stay when the group is destroyed
+            stack.enter_context(torch_engines(gpu.engine))
             stack.enter_context(moved(parameters))
         start_group(real, size, rank)
-        card.ranks = size
-        card.memory.driver.capacity = card.gpu.room(size)  # NCCL's memory stays when the group is destroyed
+        gpu.ranks = size
+        gpu.memory.driver.capacity = gpu.gpu.room(size)  # NCCL's memory stays when the group is destroyed
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
 
     return init_process_group

@@ -275,7 +275,7 @@ class Engine(TorchDispatchMode):
         record.key, record.size, record.address, record.made_by = storage._cdata, storage.nbytes(), address, None
         return record
 
-    def held(self, tensor: Tensor) -> _Storage:
+    def storage_of(self, tensor: Tensor) -> _Storage:
         """Return the record of `tensor`'s storage, which must have memory."""
         return self._live[tensor.untyped_storage()._cdata]
 
@@ -417,8 +417,8 @@ class Engine(TorchDispatchMode):
 def _of_others(types: tuple[type, ...]) -> bool:
     """Whether one of these types of an operator's tensors wraps inner tensors (DTensor, torchao's). It runs the
     operator on these, where the engine sees it. Nested tensors, which are refused, do not count."""
-    others = (kind for kind in types if kind is not FakeTensor and not kind.__module__.startswith("torch.nested"))
-    return any(hasattr(other, "__tensor_flatten__") for other in others)
+    kinds = (kind for kind in types if kind is not FakeTensor and not kind.__module__.startswith("torch.nested"))
+    return any(hasattr(other, "__tensor_flatten__") for other in kinds)
 
 
 def notes_of(engine: Engine) -> tuple[Note, ...]:

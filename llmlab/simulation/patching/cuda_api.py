@@ -28,9 +28,9 @@ from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..allocator.config import AllocatorConfig
 from ..capability import capability_of
-from ..card import Card
 from ..engine.unsupported import CountedKernel
 from ..profile.snapshot import write_snapshot
+from ..simulated_gpu import SimulatedGPU
 from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, nothing
 from ..values.placeholders import PLACEHOLDER, Unknown, Whole, located
 from .tensor_types import LEGACY_TYPES
@@ -57,8 +57,8 @@ NEED_DRIVER = (
 
 
 @contextmanager
-def cuda_api(card: Card) -> Iterator[None]:
-    """Replace the functions that ask for a GPU by functions that answer for `card`; in any other thread they raise
+def cuda_api(gpu: SimulatedGPU) -> Iterator[None]:
+    """Replace the functions that ask for a GPU by functions that answer for `gpu`; in any other thread they raise
     SpecError."""
     owner = threading.get_ident()
 
@@ -81,11 +81,11 @@ def cuda_api(card: Card) -> Iterator[None]:
                 value = guarded(f"{module.__name__}.{name}", value) if not isinstance(value, type) else value
                 stack.enter_context(mock.patch.object(module, name, value))
 
-        memory = _memory(card)
-        compiled = {"_compile_kernel": lambda source, name, *args, **kwargs: CountedKernel(name, card.engine.launches)}
-        put(torch.cuda, {**_device(card), **memory, **_random(), **_streams(card), **LEGACY_TYPES, **compiled})
+        memory = _memory(gpu)
+        compiled = {"_compile_kernel": lambda source, name, *args, **kwargs: CountedKernel(name, gpu.engine.launches)}
+        put(torch.cuda, {**_device(gpu), **memory, **_random(), **_streams(gpu), **LEGACY_TYPES, **compiled})
         on_module = {name: function for name, function in memory.items() if hasattr(torch.cuda.memory, name)}
-        put(torch.cuda.memory, {**on_module, **_history(card), "is_initialized": lambda: True, "_lazy_init": nothing})
+        put(torch.cuda.memory, {**on_module, **_history(gpu), "is_initialized": lambda: True, "_lazy_init": nothing})
         put(torch.cuda.nvtx, {**dict.fromkeys(("range_push", "range_start"), lambda message: 0), "range_end": nothing,
                               "range_pop": lambda: 0, "mark": nothing})  # fmt: skip
         put(torch.cuda.random, {**_random(), "current_device": lambda: 0})
@@ -106,7 +106,7 @@ def cuda_api(card: Card) -> Iterator[None]:
         workers = dataloader._MultiProcessingDataLoaderIter  # a library's own loader may create it
         stack.enter_context(mock.patch.object(workers, "__init__", _not_pinned(workers.__init__)))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream(card)))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream(gpu)))
         stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
         stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
         yield
@@ -156,7 +156,7 @@ def _properties(gpu: GPU) -> _CudaDeviceProperties:
     )
 
 
-def _device(card: Card) -> dict[str, Any]:
+def _device(card: SimulatedGPU) -> dict[str, Any]:
     gpu, properties = card.gpu, _properties(card.gpu)
     runtime = SimpleNamespace(
         cudaProfilerStart=nothing, cudaProfilerStop=nothing, cudaMemGetInfo=lambda device=0: (card.free, gpu.memory)
@@ -222,8 +222,8 @@ def _refused(name: str) -> Callable:
     return call
 
 
-def _streams(card: Card) -> dict[str, Any]:
-    engine, streams, host = card.engine, {0: DEFAULT_STREAM}, card.engine.host
+def _streams(gpu: SimulatedGPU) -> dict[str, Any]:
+    engine, streams, host = gpu.engine, {0: DEFAULT_STREAM}, gpu.engine.host
 
     def set_stream(stream: Any) -> None:
         if stream is not None:
@@ -247,8 +247,8 @@ def _streams(card: Card) -> dict[str, Any]:
     }
 
 
-def _memory(card: Card) -> dict[str, Any]:
-    memory = card.memory
+def _memory(gpu: SimulatedGPU) -> dict[str, Any]:
+    memory = gpu.memory
 
     def checked(function: Callable[[], Any]) -> Callable:
         def call(device: Any = None) -> Any:
@@ -267,11 +267,11 @@ def _memory(card: Card) -> dict[str, Any]:
     return {
         "memory_stats": checked(memory.stats),
         "memory_stats_as_nested_dict": checked(lambda: _nested(memory.stats())),
-        "reset_peak_memory_stats": checked(card.reset_peak),
-        "reset_max_memory_allocated": checked(card.reset_peak),
-        "reset_max_memory_cached": checked(card.reset_peak),
+        "reset_peak_memory_stats": checked(gpu.reset_peak),
+        "reset_max_memory_allocated": checked(gpu.reset_peak),
+        "reset_max_memory_cached": checked(gpu.reset_peak),
         "reset_accumulated_memory_stats": checked(memory.statistics.reset_accumulated),
-        "mem_get_info": checked(lambda: (card.free, card.gpu.memory)),
+        "mem_get_info": checked(lambda: (gpu.free, gpu.gpu.memory)),
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": checked(lambda: fractions[-1]),
         "host_memory_stats": lambda: {},
@@ -295,16 +295,16 @@ def _nested(stats: dict[str, int]) -> dict[str, Any]:
     return nested
 
 
-def _history(card: Card) -> dict[str, Any]:
+def _history(gpu: SimulatedGPU) -> dict[str, Any]:
     def set_allocator_settings(text: str) -> None:
-        card.memory.late_config = None  # else the settings of the environment would replace these
-        card.memory.configure(AllocatorConfig.parse(text))
+        gpu.memory.late_config = None  # else the settings of the environment would replace these
+        gpu.memory.configure(AllocatorConfig.parse(text))
 
     return {
         "_set_allocator_settings": set_allocator_settings,
         "_record_memory_history": nothing,  # the history is always recorded
-        "_snapshot": lambda *args, **kwargs: card.snapshot(),
-        "_dump_snapshot": lambda filename="dump_snapshot.pickle", **kwargs: write_snapshot(filename, card.snapshot()),
+        "_snapshot": lambda *args, **kwargs: gpu.snapshot(),
+        "_dump_snapshot": lambda filename="dump_snapshot.pickle", **kwargs: write_snapshot(filename, gpu.snapshot()),
     }
 
 
@@ -376,11 +376,11 @@ def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _record_stream(card: Card) -> Callable[..., None]:
+def _record_stream(gpu: SimulatedGPU) -> Callable[..., None]:
     def record_stream(tensor: Tensor, stream: Any) -> None:
         """Tensor.record_stream: simulated streams finish immediately, so a freed block can be reused immediately."""
-        owner = card.memory.stream_of(card.engine.address(tensor) or 0)
-        card.engine.lends |= owner not in (None, stream.stream_id)
+        owner = gpu.memory.stream_of(gpu.engine.address(tensor) or 0)
+        gpu.engine.lends |= owner not in (None, stream.stream_id)
 
     return record_stream
 

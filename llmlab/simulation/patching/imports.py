@@ -50,8 +50,8 @@ class _Finder(MetaPathFinder):
         if around is None and name not in self.then:
             return None
         # The other finders come next, because nested blocks have one each, and several may handle the same module.
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        later_finders = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in later_finders if hasattr(finder, "find_spec"))
         spec = next((candidate for candidate in specs if candidate is not None), None)
         if spec is None or spec.loader is None:
             return spec

@@ -19,7 +19,6 @@ from ...base.compat import check, disable_current_modes
 from ...base.errors import SpecError
 from ...recording.events import exclusive
 from ..capability import capability_of
-from ..card import Card
 from ..checkpoints.distributed import distributed_checkpoints
 from ..checkpoints.files import Checkpoints
 from ..compiled.dynamo import dynamo_on
@@ -34,6 +33,7 @@ from ..engine.real_host import RealHost
 from ..engine.unsupported import counted_triton, no_extensions, no_other_ranks
 from ..host_parameters import HostParameters
 from ..profile.timeline import Phases
+from ..simulated_gpu import SimulatedGPU
 from ..streams import nothing, profiled_as_host
 from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api, cuda_autocast
@@ -56,9 +56,9 @@ _open: list[str] = []  # the name of the GPU of the open simulator
 
 
 @contextmanager
-def installed(card: Card) -> Iterator[None]:
-    """Let torch and its libraries find `card` as their only GPU; operators run on it while its engine is entered."""
-    capability = capability_of(card.gpu)
+def installed(gpu: SimulatedGPU) -> Iterator[None]:
+    """Let torch and its libraries find `gpu` as their only GPU; operators run on it while its engine is entered."""
+    capability = capability_of(gpu.gpu)
     check("torch")
     with ExitStack() as stack:
 
@@ -67,7 +67,7 @@ def installed(card: Card) -> Iterator[None]:
 
         def bitsandbytes() -> None:
             stack.enter_context(fake_bitsandbytes(on_card=True))
-            put("bitsandbytes.functional", "get_paged", _paged(card.engine))
+            put("bitsandbytes.functional", "get_paged", _paged(gpu.engine))
             for name in ("fill", "prefetch_tensor"):
                 put("bitsandbytes.functional", name, nothing)
 
@@ -80,10 +80,10 @@ def installed(card: Card) -> Iterator[None]:
             "deepspeed.accelerator.real_accelerator": lambda: stack.enter_context(no_accelerator()),
             "deepspeed": lambda: stack.enter_context(deepspeed_engine()),
             "megatron.core.distributed.param_and_grad_buffer": lambda: stack.enter_context(megatron_core()),
-            "torch._dynamo.convert_frame": lambda: stack.enter_context(dynamo_on(card)),
-            "torch._inductor.compile_fx": lambda: stack.enter_context(inductor_on(card)),
-            "torch.nn.attention.flex_attention": lambda: stack.enter_context(flex_attention_unfused(card.engine)),
-            "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
+            "torch._dynamo.convert_frame": lambda: stack.enter_context(dynamo_on(gpu)),
+            "torch._inductor.compile_fx": lambda: stack.enter_context(inductor_on(gpu)),
+            "torch.nn.attention.flex_attention": lambda: stack.enter_context(flex_attention_unfused(gpu.engine)),
+            "triton.runtime.jit": lambda: stack.enter_context(counted_triton(gpu.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
             "transformers.generation.utils": generation,
@@ -93,22 +93,22 @@ def installed(card: Card) -> Iterator[None]:
         stack.enter_context(fake_fused_loss())
         stack.enter_context(fake_parameters())
         stack.enter_context(cuda_operators(capability))
-        stack.enter_context(note_recurrent_layers(card.engine))
-        if card.engine.host is None:  # else a function mode sees torch.tensor
+        stack.enter_context(note_recurrent_layers(gpu.engine))
+        if gpu.engine.host is None:  # else a function mode sees torch.tensor
             stack.enter_context(tensors_on_card())
-        stack.enter_context(cuda_api(card))
+        stack.enter_context(cuda_api(gpu))
         stack.enter_context(profiled_as_host())
         stack.enter_context(default_device())
         stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
         stack.enter_context(devices_found())
         # Hide the GPU from libraries that look for one while they are imported.
-        stack.enter_context(on_import(libraries, lambda: mock.patch.object(card, "hidden", True)))
+        stack.enter_context(on_import(libraries, lambda: mock.patch.object(gpu, "hidden", True)))
         yield
 
 
 @contextmanager
-def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Phases]:
-    """Install `card` for a script written for "cuda", as one rank of `world_size`; yield the phases of its run.
+def script_on(gpu: SimulatedGPU, host: RealHost, world_size: int | None) -> Iterator[Phases]:
+    """Install `gpu` for a script written for "cuda", as one rank of `world_size`; yield the phases of its run.
 
     Steps of our own name the engine's device and simulate the host too, so they use `installed` alone: the additions
     here make every call of torch slower. Raises SpecError if a simulator is already open, in this thread or another.
@@ -116,14 +116,14 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
     if _open:
         shared = "because all threads share one simulator"
         raise SpecError(f"a simulator of {_open[0]} is open; end its block first, {shared}")
-    phases = Phases(card.engine)
-    card.history.place = phases.place
-    card.memory.driver.on_event = card.history.record
+    phases = Phases(gpu.engine)
+    gpu.history.place = phases.place
+    gpu.memory.driver.on_event = gpu.history.record
     gc.collect()  # else garbage of earlier code would be freed at an unpredictable moment in the block
     with exclusive("simulator()"), swept("__main__") as look, ExitStack() as stack:
-        _open.append(card.gpu.name)
+        _open.append(gpu.gpu.name)
         stack.callback(_open.clear)
-        stack.enter_context(as_cuda(card, host, world_size))
+        stack.enter_context(as_cuda(gpu, host, world_size))
         stack.enter_context(phases.watched())
         try:
             yield phases
@@ -132,13 +132,13 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
 
 
 @contextmanager
-def as_cuda(card: Card, host: RealHost, world_size: int | None) -> Iterator[None]:
-    """Install `card` for code that names "cuda" and computes real values on the host, as one rank of `world_size`."""
-    engine = card.engine
-    checkpoints, redirect = Checkpoints(engine, card.kept_files), Redirect(engine, host)
+def as_cuda(gpu: SimulatedGPU, host: RealHost, world_size: int | None) -> Iterator[None]:
+    """Install `gpu` for code that names "cuda" and computes real values on the host, as one rank of `world_size`."""
+    engine = gpu.engine
+    checkpoints, redirect = Checkpoints(engine, gpu.kept_files), Redirect(engine, host)
     parameters = HostParameters(engine, checkpoints)
     with ExitStack() as stack:
-        stack.enter_context(installed(card))
+        stack.enter_context(installed(gpu))
         stack.enter_context(parameters.patched())
         stack.enter_context(redirect.patched())
         stack.enter_context(checkpoints.patched())
@@ -150,7 +150,7 @@ def as_cuda(card: Card, host: RealHost, world_size: int | None) -> Iterator[None
             "transformers.modeling_utils": lambda: stack.enter_context(
                 checkpoints.safe_open("transformers.modeling_utils")
             ),
-            "torch.distributed.checkpoint": lambda: stack.enter_context(distributed_checkpoints(checkpoints.kept)),
+            "torch.distributed.checkpoint": lambda: stack.enter_context(distributed_checkpoints(checkpoints.contents)),
         }
         if not dist.is_initialized():
             alone: dict[str, tuple[str, ...]] = {
@@ -161,7 +161,7 @@ def as_cuda(card: Card, host: RealHost, world_size: int | None) -> Iterator[None
             for module, names in alone.items():
                 loaders[module] = partial(lambda *what: stack.enter_context(no_other_ranks(*what)), module, *names)
         stack.enter_context(on_import(loaders))
-        stack.enter_context(without_peers(card, world_size, parameters))
+        stack.enter_context(without_peers(gpu, world_size, parameters))
         yield
 
 

@@ -125,7 +125,7 @@ class Operators(list):
         """The GPU's measured rates; raises NotAvailable for a GPU without measured rates."""
         rates = efficiency(self.gpu) if self.gpu else None
         if rates is None:
-            name = self.gpu.name if self.gpu else "no card"
+            name = self.gpu.name if self.gpu else "no GPU"
             raise NotAvailable(f"{name} has no measured rates; give a GPU of hardware/efficiencies.toml")
         return rates
 

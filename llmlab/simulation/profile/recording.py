@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 def living(references: Iterable[weakref.ref[Referent]]) -> list[Referent]:
     """Return the objects that still exist."""
-    return [each for reference in references if (each := reference()) is not None]
+    return [target for reference in references if (target := reference()) is not None]
 
 
 class Recording(Marks):
@@ -111,7 +111,7 @@ class Recording(Marks):
         if parameter is None:
             return ""
         modules = (item for root in living(self.roots) for item in root.named_modules())
-        owners = (path for path, module in modules if any(each is parameter for each in module._parameters.values()))
+        owners = (path for path, module in modules if any(own is parameter for own in module._parameters.values()))
         return next(owners, "")
 
     def _enter(self, module: nn.Module, args: Any) -> None:

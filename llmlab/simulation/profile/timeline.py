@@ -158,7 +158,7 @@ class Phases(Recording):
         return begin
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if all(each is not optimizer for each in living(self._optimizers)):
+        if all(known is not optimizer for known in living(self._optimizers)):
             self._optimizers.append(weakref.ref(optimizer))
         self._stepping = True
         if self.phase != "optimizer":

@@ -184,7 +184,7 @@ def build(
 def transformer_config(spec: ModelSpec, run: Training) -> Any:
     """Return Megatron's configuration of the model and the run."""
     stack, half = Megatron.of(run), DTYPES[run.compute_dtype]
-    uneven = spec.layers % run.pp > 0  # specs/stages.py
+    unequal_stages = spec.layers % run.pp > 0  # specs/stages.py
     recompute: dict[str, Any] = {"recompute_granularity": run.checkpointing}
     if run.checkpointing == "selective":
         recompute["recompute_modules"] = list(stack.recompute_modules)
@@ -205,7 +205,7 @@ def transformer_config(spec: ModelSpec, run: Training) -> Any:
         autocast_dtype=half, tensor_model_parallel_size=run.tp, pipeline_model_parallel_size=run.pp,
         virtual_pipeline_model_parallel_size=run.virtual_stages if run.virtual_stages > 1 else None,
         sequence_parallel=run.sequence_parallel, deallocate_pipeline_outputs=True,
-        account_for_embedding_in_pipeline_split=uneven, account_for_loss_in_pipeline_split=uneven,
+        account_for_embedding_in_pipeline_split=unequal_stages, account_for_loss_in_pipeline_split=unequal_stages,
         gradient_accumulation_fusion=False, **recompute,
         **_experts(spec, run), cross_entropy_loss_fusion=stack.cross_entropy_fusion_impl is not None,
     )  # fmt: skip

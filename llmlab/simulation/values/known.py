@@ -205,16 +205,16 @@ def _packed(run: Callable[..., Any], x: Tensor, lengths: Tensor, batch_first: bo
 
 def _masked(run: Callable[..., Any], x: Tensor, indices: list[Tensor | None]) -> Any:
     """native/TensorAdvancedIndexingUtils.h, expandTensors: x[mask] is x at nonzero(mask), one column per dimension."""
-    found: list[Tensor | None] = []
+    columns: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
-            found.append(index)
+            columns.append(index)
             continue
         if known(index) is None:
             return NotImplemented
         places = run(aten.nonzero.default, index)
-        found += [run(aten.select.int, places, 1, number) for number in range(index.dim())]
-    return run(aten.index.Tensor, x, found)
+        columns += [run(aten.select.int, places, 1, number) for number in range(index.dim())]
+    return run(aten.index.Tensor, x, columns)
 
 
 def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:

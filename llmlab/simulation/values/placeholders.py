@@ -233,10 +233,11 @@ Unknown.__name__ = "a value that the simulated GPU does not have"
 def _compared(name: str) -> Callable:
     operation = getattr(float, name)
 
-    def compare(self: Unknown, *others: Any) -> Any:
+    def compare(self: Unknown, *operands: Any) -> Any:
         # `x != x` asks whether x is NaN, and comparing it with inf or NaN is a similar question.
-        asks_if_finite = others and (others[0] is self or (isinstance(others[0], float) and others[0] - others[0] != 0))
-        result = operation(self, *others)
+        asks_if_finite = operands and (operands[0] is self or
+                                       (isinstance(operands[0], float) and operands[0] - operands[0] != 0))  # fmt: skip
+        result = operation(self, *operands)
         return result if asks_if_finite or result is NotImplemented else decided("a comparison", result)
 
     return compare
@@ -245,8 +246,8 @@ def _compared(name: str) -> Callable:
 def _computed(kind: type, name: str) -> Callable:
     operation = getattr(kind, name)
 
-    def compute(self: Any, *others: Any) -> Any:
-        result = operation(self, *others)
+    def compute(self: Any, *operands: Any) -> Any:
+        result = operation(self, *operands)
         return Whole(result) if type(result) is int else Unknown(result) if type(result) is float else result
 
     return compute

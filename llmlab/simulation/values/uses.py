@@ -38,7 +38,7 @@ def is_only_a_value(frame: FrameType) -> bool:
         return False
     node, source = expression
     if isinstance(node, ast.Subscript):  # names[number]; a slice's end is a size
-        return not any(isinstance(each, ast.Slice) for each in ast.walk(node.slice))
+        return not any(isinstance(part, ast.Slice) for part in ast.walk(node.slice))
     if isinstance(node, ast.BinOp):  # "%d" % number
         return isinstance(node.op, ast.Mod) and _is_text(node.left)
     if not isinstance(node, ast.Call) or _name(node) not in KEEPS | GIVES_ON:
@@ -56,7 +56,7 @@ def is_only_checked(frame: FrameType) -> bool:
 def asserted(frame: FrameType) -> bool | None:
     """Return the truth value with which the assertion that `frame` runs holds; None if it runs no assertion."""
     code = [instruction for instruction in dis.get_instructions(frame.f_code) if instruction.opname != "TO_BOOL"]
-    here = max(place for place, each in enumerate(code) if each.offset <= frame.f_lasti)
+    here = max(place for place, instruction in enumerate(code) if instruction.offset <= frame.f_lasti)
     for place, jump in enumerate(code[here : here + 2], here):
         if "JUMP" in jump.opname and "_IF_" in jump.opname:
             raises = {instruction.offset for instruction in code if instruction.opname == "LOAD_ASSERTION_ERROR"}

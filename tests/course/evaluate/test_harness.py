@@ -51,10 +51,10 @@ def test_the_harness_finds_the_same_with_its_own_wrapper_of_transformers(
 ) -> None:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
     reference = evaluate(HFLM(pretrained=theirs, tokenizer=wrapped, device="cpu", max_length=64), tasks)
-    found = evaluate(ours, tasks)
-    assert found["endings"] == reference["endings"]
+    scores = evaluate(ours, tasks)
+    assert scores["endings"] == reference["endings"]
     # windows are moved by their own rules where a text is longer than one
-    assert found["texts"]["bits_per_byte"] == pytest.approx(reference["texts"]["bits_per_byte"], rel=0.05)
+    assert scores["texts"]["bits_per_byte"] == pytest.approx(reference["texts"]["bits_per_byte"], rel=0.05)
     short = [text_task("short", TEXTS[:1])]
     again = evaluate(HFLM(pretrained=theirs, tokenizer=wrapped, device="cpu", max_length=64), short)["short"]
     assert evaluate(ours, short)["short"] == pytest.approx(again, rel=1e-4)

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmlab.course.experiments.accumulation import accelerate_gradient, trainer_gradient
-from llmlab.course.techniques.accumulation import backward_exact, difference, gradient, pad
+from llmlab.course.techniques.accumulation import backward_exact, backward_of_means, difference, gradient, pad
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
           "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
@@ -29,6 +29,9 @@ def test_which_loop_has_the_gradient_of_the_whole_group(lengths):
     sequences = [torch.randint(1, 64, (length,)) for length in lengths]
     backward_exact(model, [pad(sequences)])
     whole = gradient(model)
-    assert difference(accelerate_gradient(model, sequences, 4), whole) > 0.1
+    of_accelerate = accelerate_gradient(model, sequences, 4)
+    assert difference(of_accelerate, whole) > 0.1
+    backward_of_means(model, [pad([sequence]) for sequence in sequences], steps=4)
+    assert difference(gradient(model), of_accelerate) < FP32  # a mean of means, of a short group too
     assert difference(accelerate_gradient(model, sequences, 4, by_tokens=True), whole) < FP32
     assert difference(trainer_gradient(model, sequences, 4), whole) < FP32

@@ -244,9 +244,9 @@ def test_the_batch_file_resumes_what_was_killed_bit_for_bit(killed, two, folder,
     done = batch(folder / "killed", tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found = json.loads(line)
-    assert found["resumed"] == 4 and found["ranks"] == 2
-    assert found["losses"] == two["whole"], "other processes, another launcher, two lives: the same bits"
+    data = json.loads(line)
+    assert data["resumed"] == 4 and data["ranks"] == 2
+    assert data["losses"] == two["whole"], "other processes, another launcher, two lives: the same bits"
     assert last_whole(folder / "killed").name == "step-000008"
 
 

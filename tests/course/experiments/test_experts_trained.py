@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmlab.base.errors import SpecError
-from llmlab.course.experiments.experts import build, evaluate, main, moe_layers, trained
+from llmlab.course.experiments.experts import build, evaluate, moe_layers, trained
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,6 @@ def test_an_evaluation_does_not_change_the_model():
     assert [layer.factor for layer in moe_layers(llama)] == [1.5, 1.5]
 
 
-def test_the_command_line(capsys):
-    main(["--steps", "1"])
-    assert len(capsys.readouterr().out.splitlines()) == 6
-    with pytest.raises(SystemExit) as left:
-        main(["--k", "9"])
-    assert left.value.code == 2 and "give 1 to 8" in capsys.readouterr().err
+def test_what_cannot_be_trained_is_refused():
     with pytest.raises(SpecError, match="balance=-1"):
         trained(balance=-1)

@@ -12,8 +12,8 @@ from llmlab.course.experiments.job import FIELDS, Job
 def test_each_name_has_a_program_that_says_its_options(name, capsys):
     with pytest.raises(SystemExit) as done:
         main([name, "--help"])
-    said = capsys.readouterr().out
-    assert done.value.code == 0 and name in said.splitlines()[0] and "--steps" in said
+    output = capsys.readouterr().out
+    assert done.value.code == 0 and name in output.splitlines()[0] and "--steps" in output
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known(capsys):
@@ -29,9 +29,9 @@ def test_a_script_for_launchers_says_so_without_one(stage, capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit) as done:
         main(["hf_trainer", "--stage", stage])
-    said = capsys.readouterr().err
-    assert done.value.code == 2 and said.count("\n") == 1
-    assert f"stage={stage} without a launcher" in said and "torchrun --nproc-per-node 2 -m" in said
+    errors = capsys.readouterr().err
+    assert done.value.code == 2 and errors.count("\n") == 1
+    assert f"stage={stage} without a launcher" in errors and "torchrun --nproc-per-node 2 -m" in errors
 
 
 @pytest.mark.parametrize("experiment", FIELDS)

@@ -93,9 +93,9 @@ def test_what_cannot_be_a_mesh_is_refused_before_any_process_starts(changes, wor
 def test_the_command_line(capsys):
     # Stages of 1, 2 and 1 layers.
     main(["--ranks", "3", "--tp", "1", "--pp", "3", "--steps", "1", "--json"], "three_d")
-    found = json.loads(capsys.readouterr().out)
-    assert found["mesh"] == {"pp": 3, "dp": 1, "tp": 1} and len(found["losses"]) == 1
-    assert found["bytes"][1]["parameters"] > found["bytes"][0]["parameters"]
+    data = json.loads(capsys.readouterr().out)
+    assert data["mesh"] == {"pp": 3, "dp": 1, "tp": 1} and len(data["losses"]) == 1
+    assert data["bytes"][1]["parameters"] > data["bytes"][0]["parameters"]
     with pytest.raises(SystemExit) as left:
         main(["--ranks", "3"], "three_d")
     assert left.value.code == 2 and "multiple of 4" in capsys.readouterr().err

@@ -203,8 +203,8 @@ def test_one_prompt_without_a_batch_dimension_gives_one_text(prompts: Tensor) ->
 @pytest.mark.parametrize("draft_seed", [0, 5], ids=["the model itself", "a stranger"])
 def test_a_greedy_draft_changes_no_token(prompts: Tensor, cache: str, draft_seed: int) -> None:
     model, draft = llama(), llama(seed=draft_seed)
-    found = generate(model, prompts[:1], NEW, cache=cache, draft=draft)
-    assert torch.equal(found, generate(model, prompts[:1], NEW))
+    tokens = generate(model, prompts[:1], NEW, cache=cache, draft=draft)
+    assert torch.equal(tokens, generate(model, prompts[:1], NEW))
 
 
 def test_a_draft_that_is_the_model_is_always_right_and_saves_passes(prompts: Tensor) -> None:

@@ -77,7 +77,7 @@ def test_transformers_fp8_cache_takes_the_formulas_bytes_and_a_scale_a_tensor(mo
 
 @pytest.mark.parametrize("kv", ["fp32", "fp8", "int8", "int4"])
 def test_estimated_simulated_and_measured_caches_are_equal_to_the_byte(kv: str) -> None:
-    """After the prompt, and of the estimate the last token's moment: on the card each scale takes 512 bytes."""
+    """After the prompt, and of the estimate the last token's moment: on the GPU each scale takes 512 bytes."""
     run = lab.Inference(batch=2, prompt_len=256, new_tokens=3, weights="fp32", kv=kv)
     scales = 2 * 2 * 4 if kv == "fp8" else 0
     expected = kv_cache_bytes(lab.model(SHAPE), run, tokens=256)

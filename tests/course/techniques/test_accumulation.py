@@ -1,4 +1,4 @@
-"""An accumulated gradient equals that of one big batch; the usual loop, Accelerate and the Trainer differ."""
+"""An accumulated gradient equals that of one big batch; that of the usual loop differs."""
 
 from dataclasses import replace
 
@@ -155,74 +155,3 @@ def test_halving_a_batch_of_short_sequences_raises_the_peak():
         for b, m in ((16, 1), (8, 2))
     )
     assert two.peak_allocated > one.peak_allocated
-
-
-# ---- the libraries
-
-
-def accelerated(rows, steps):
-    """The gradients of each optimizer step under Accelerate's accumulate(), which divides by `steps` itself."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    accelerator = Accelerator(gradient_accumulation_steps=steps, cpu=True)
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loader = torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=pad)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    found = []
-    for ids, labels in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(input_ids=ids, labels=labels).loss)
-            if accelerator.sync_gradients:
-                found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-            optimizer.step()
-            optimizer.zero_grad()
-    AcceleratorState._reset_state(reset_partial_state=True)  # otherwise every later test would get this one's device
-    return found
-
-
-def test_accelerates_accumulate_steps_at_the_short_end_but_takes_a_mean_of_means():
-    rows = sequences([12, 12, 12, 12, 12, 12])
-    full, short = accelerated(rows, steps=4)  # two steps: the last group is stepped, not dropped
-    assert difference(full, big_batch(rows[:4])[0]) < FP32
-    assert difference(2 * short, big_batch(rows[4:])[0]) < FP32  # two of four, and still divided by four
-    rows = sequences([2, 24, 3, 20])
-    (unequal,) = accelerated(rows, steps=4)
-    assert difference(unequal, big_batch(rows)[0]) > 0.3
-    backward_of_means(MODEL, cut(rows, 1), steps=4)
-    assert difference(gradient(MODEL), unequal) < FP32
-
-
-def trained(rows, steps, tmp_path):
-    """The gradients of each optimizer step of transformers' Trainer, and the rows in the order that it took."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    found = []
-
-    class Look(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model, **rest):
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-
-    args = TrainingArguments(
-        tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=steps, num_train_epochs=1, use_cpu=True,
-        max_grad_norm=0.0, learning_rate=0.0, report_to="none", save_strategy="no", disable_tqdm=True,
-        remove_unused_columns=False,
-    )  # fmt: skip
-    order = []
-
-    def collate(picked):
-        order.extend(row["ids"] for row in picked)
-        ids, labels = pad([row["ids"] for row in picked])
-        return {"input_ids": ids, "labels": labels}
-
-    data = [{"ids": row} for row in rows]
-    Trainer(new_model(), args, train_dataset=data, data_collator=collate, callbacks=[Look()]).train()
-    return found, order  # it shuffles
-
-
-def test_the_trainer_divides_by_tokens_also_at_the_short_end(tmp_path):
-    rows = sequences([2, 24, 3, 20, 5, 17])
-    (full, short), taken = trained(rows, 4, tmp_path)
-    assert difference(full, big_batch(taken[:4])[0]) < FP32
-    assert difference(short, big_batch(taken[4:])[0]) < FP32

@@ -215,9 +215,9 @@ def test_mistakes_raise_instead_of_hanging(two):
 
 def test_the_program_trains(capsys):
     main(["--ranks", "2", "--steps", "3", "--method", "naive", "--json"], "data_parallel")
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["losses"]) == 3 and found["losses"][2] < found["losses"][0]
-    assert found["bytes"][0] == found["bytes"][1] == found["formula"]
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["losses"]) == 3 and data["losses"][2] < data["losses"][0]
+    assert data["bytes"][0] == data["bytes"][1] == data["formula"]
 
 
 @pytest.mark.parametrize(

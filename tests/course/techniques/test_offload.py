@@ -1,7 +1,6 @@
 """Offload changes where states are and what is copied, and nothing else: our AdamW, DeepSpeed's and torch's agree."""
 
 import ctypes
-import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from llmlab.course.architectures.gpt import GPT
 from llmlab.course.experiments.cpu_adam import cpu_adam, cpu_adam_is_compiled
 from llmlab.course.experiments.engines import ADAMW, quiet_deepspeed
 from llmlab.course.experiments.job import tiny_gpt
-from llmlab.course.experiments.offload import main, make_job, run_job, with_deepspeed
+from llmlab.course.experiments.offload import make_job, run_job, with_deepspeed
 from llmlab.course.techniques.data_parallel import buckets
 from llmlab.course.techniques.offload import InFiles, Offloaded, in_ram
 from llmlab.course.techniques.offload_activations import in_files, on_host
@@ -266,33 +265,25 @@ def test_weights_stay_where_they_are(tmp_path):
     y.sum().backward()
 
 
-@pytest.mark.parametrize("engine", ["torch", "scratch", "files"])
-def test_the_program_prints_losses_and_bytes(engine, capsys):
-    main(["--engine", engine, "--steps", "1", "--precision", "mixed-bf16", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["losses"]) == 1 and found["device"]["weights"] == 2 * PARAMETERS
-    where = {"torch": "device", "scratch": "host", "files": "files"}[engine]
-    assert found[where]["states"] == 12 * PARAMETERS
-    main(["--engine", engine, "--steps", "1"])
-    assert "nats a token" in capsys.readouterr().out
+@pytest.mark.parametrize(("engine", "place"), [("torch", "device"), ("scratch", "host"), ("files", "files")])
+def test_each_engine_has_the_states_in_its_place(engine, place):
+    result = run_job(make_job(engine, precision="mixed-bf16", steps=1))
+    assert len(result["losses"]) == 1 and result["device"]["weights"] == 2 * PARAMETERS
+    assert result[place]["states"] == 12 * PARAMETERS
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--engine", "gpu"], "engine='gpu' is not one of torch, scratch"),
-        (["--precision", "fp16"], "precision='fp16' is not one of fp32, mixed-bf16"),
-        (["--steps", "0"], "steps=0"),
-        (["--engine", "deepspeed", "--sequences", "3"], "sequences=3"),
+        ({"engine": "gpu"}, "engine='gpu' is not one of torch, scratch"),
+        ({"engine": "scratch", "precision": "fp16"}, "precision='fp16' is not one of fp32, mixed-bf16"),
+        ({"engine": "scratch", "steps": 0}, "steps=0"),
+        ({"engine": "deepspeed", "sequences": 3}, "sequences=3"),
     ],
 )
-def test_what_cannot_be_run_ends_with_2_and_one_line(arguments, words, capsys):
-    if "deepspeed" in arguments:
-        pytest.importorskip("deepspeed", reason="the distributed extra")
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and words in said and said.count("\n") == 1
+def test_a_job_that_cannot_run_is_refused(arguments, words):
+    with pytest.raises(SpecError, match=words):
+        make_job(**arguments)
 
 
 @pytest.mark.filterwarnings("ignore:a copy to the host")  # fake tensors have no values to copy

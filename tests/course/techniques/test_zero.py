@@ -238,6 +238,6 @@ def test_a_stage_that_is_none_is_refused():
 
 def test_the_program_prints_losses_and_bytes(capsys):
     main(["--ranks", "2", "--stage", "3", "--steps", "2", "--engine", "scratch", "--json"], "zero")
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["losses"]) == 2 and found["losses"][1] < found["losses"][0]
-    assert found["bytes"] == [found["formula"]] * 2
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["losses"]) == 2 and data["losses"][1] < data["losses"][0]
+    assert data["bytes"] == [data["formula"]] * 2

@@ -105,10 +105,10 @@ class _Reader(package.GGUFReader):
     """Without this check a corrupt length of an array makes the package's reader loop past the end for ever."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> np.ndarray:
-        found = super()._get(offset, dtype, count, *order, **options)
-        if len(found) < count:
-            raise ValueError(f"{count} numbers of {np.dtype(dtype)} should follow at byte {offset}, {len(found)} do")
-        return found
+        numbers = super()._get(offset, dtype, count, *order, **options)
+        if len(numbers) < count:
+            raise ValueError(f"{count} numbers of {np.dtype(dtype)} should follow at byte {offset}, {len(numbers)} do")
+        return numbers
 
 
 def read(path: str | os.PathLike) -> File:

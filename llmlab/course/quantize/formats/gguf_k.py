@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .gguf_legacy import half, over, unhalf
+from .gguf_legacy import half, ratio, unhalf
 
 TINY = np.float32(1e-15)  # GROUP_MAX_EPS: a Q6_K sub-block whose largest magnitude is smaller becomes zeros
 
@@ -71,8 +71,8 @@ def encode_q4_k(x: np.ndarray) -> np.ndarray:
     codes, scales, minima = search_scale_and_minimum(sub)
     top_scale = np.maximum(scales.max(axis=1, keepdims=True), 0)
     top_minimum = np.maximum(minima.max(axis=1, keepdims=True), 0)
-    s = np.minimum(np.rint(over(63, top_scale) * scales), 63).astype(np.int32) & 63
-    m = np.minimum(np.rint(over(63, top_minimum) * minima), 63).astype(np.int32) & 63
+    s = np.minimum(np.rint(ratio(63, top_scale) * scales), 63).astype(np.int32) & 63
+    m = np.minimum(np.rint(ratio(63, top_minimum) * minima), 63).astype(np.int32) & 63
     d, dmin = half(top_scale / np.float32(63)), half(top_minimum / np.float32(63))
     # Rounding has changed the scales, so the codes are computed again from the decoded scales, unless those are 0.
     step, offset = (unhalf(d) * s)[..., None], (unhalf(dmin) * m)[..., None]

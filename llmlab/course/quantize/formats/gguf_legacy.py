@@ -34,7 +34,7 @@ def unhalf(raw: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
-def over(top: float, scale: np.ndarray) -> np.ndarray:
+def ratio(top: float, scale: np.ndarray) -> np.ndarray:
     """Return top / scale, or 0 if that is infinite: a block of zeros, or of weights below 1e-37, gets code 0.
 
     `scale` is in float32: ggml does not divide by the fp16 scale that it stores, so the codes do not depend on how the
@@ -64,7 +64,7 @@ def unpack(raw: np.ndarray, bits: int) -> np.ndarray:
 
 def encode_q8_0(x: np.ndarray) -> np.ndarray:
     scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
-    scaled = x * over(1, scale)
+    scaled = x * ratio(1, scale)
     # C's roundf rounds halves away from zero. floor(|q| + 0.5) would round 0.49999997 up, because the sum rounds to 1.
     whole = np.floor(np.abs(scaled))
     rounded = np.copysign(whole + (np.abs(scaled) - whole >= 0.5), scaled)
@@ -85,7 +85,7 @@ def encode_symmetric(x: np.ndarray, bits: int) -> np.ndarray:
     at = np.abs(x).argmax(axis=1)[:, None]
     scale = np.take_along_axis(x, at, axis=1) / np.float32(-middle)
     # + 0.5 and truncation, not rint, so that halves are rounded up
-    codes = np.minimum(np.trunc(x * over(1, scale) + np.float32(middle + 0.5)), 2**bits - 1)
+    codes = np.minimum(np.trunc(x * ratio(1, scale) + np.float32(middle + 0.5)), 2**bits - 1)
     return np.concatenate([half(scale), pack(codes.astype(np.uint8), bits)], axis=1)
 
 
@@ -97,7 +97,7 @@ def encode_with_minimum(x: np.ndarray, bits: int) -> np.ndarray:
     """Q4_1 and Q5_1: the codes cover the range from the block's minimum to its maximum."""
     low = x.min(axis=1, keepdims=True)
     scale = (x.max(axis=1, keepdims=True) - low) / np.float32(2**bits - 1)
-    codes = np.minimum(np.trunc((x - low) * over(1, scale) + np.float32(0.5)), 2**bits - 1)
+    codes = np.minimum(np.trunc((x - low) * ratio(1, scale) + np.float32(0.5)), 2**bits - 1)
     return np.concatenate([half(scale), half(low), pack(codes.astype(np.uint8), bits)], axis=1)
 
 

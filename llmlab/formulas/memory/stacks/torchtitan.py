@@ -275,11 +275,11 @@ WRITTEN_OUT = Height((*MLP_SAVED, "w1, w3: their input"), (STREAM, IN_FP32), MLP
 def _written_out(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
     """Return the lines of a block whose norms consist of several operators (torchtitan/models/norms.py at 9dec370,
     RMSNorm). They save the input in fp32, and the normalized input that the weight multiplies."""
-    found: list[Kept] = []
+    saved: list[Kept] = []
     for row in rows:
         norm = row.operator.endswith("norm: its input")
-        found += [row._replace(dtype="fp32"), row._replace(operator=f"{row.operator}, normalized")] if norm else [row]
-    return tuple(found)
+        saved += [row._replace(dtype="fp32"), row._replace(operator=f"{row.operator}, normalized")] if norm else [row]
+    return tuple(saved)
 
 
 def _check_experts(share: Share) -> None:

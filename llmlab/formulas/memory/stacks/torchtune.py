@@ -60,7 +60,7 @@ def block(share: Share) -> Block:
     stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
     # Checkpointing saves the block's input, and sa_norm saves a cast of it.
     around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
-    down, mlp, product, norm = (
+    down, mlp, multiplied, norm = (
         tuple(row.operator for row in saved if row.operator.startswith(starts))
         for starts in ("w2: ", ("activation: ", "mul: ", "w2: "), ("mul: ", "w2: "), ("mlp_norm", "w1, w3"))
     )
@@ -80,7 +80,7 @@ def block(share: Share) -> Block:
     again = [Height((), (*around, *named, scaled, returned))] if wet and run.checkpointing else []
     moments = (
         (down, "down_proj", (*named, scaled) if run.checkpointing else (_of("w2's input", "f", mlp_adapters),)),
-        (product, "up_proj", (_of("the activation and w3", "f", 2), _of("w3's input", "h", mlp_adapters))),
+        (multiplied, "up_proj", (_of("the activation and w3", "f", 2), _of("w3's input", "h", mlp_adapters))),
         (mlp, "gate_proj", (_of("w1", "f"), _of("w3's and w1's inputs", "h", 1 + mlp_adapters))),
     )
     quantized = [
@@ -91,13 +91,13 @@ def block(share: Share) -> Block:
     # A graph returns the tensors that the backward pass will read, in addition to the block's input. Then checkpointing
     # frees them, or the backward pass begins. Before the graph dequantizes w2's weight, the outputs of w1's and w3's
     # adapters wait for one kernel, which also applies dropout.
-    ends = (*[returned] * (1 + mlp_adapters), *named[1:] * (wet or not (trained or mlp_adapters)))
+    at_the_end = (*[returned] * (1 + mlp_adapters), *named[1:] * (wet or not (trained or mlp_adapters)))
     inside = tuple(row for row in saved[1:] if row.operator != "down_proj: dequantized")
     waiting = Kept("the adapters of w1 and w3", "temporaries", "f", "product", "heads", mlp_adapters * (2 + dropout))
-    whole = (Height((), (*saved[1:], *ends)), Height((), (*inside, waiting)))
+    whole = (Height((), (*saved[1:], *at_the_end)), Height((), (*inside, waiting)))
     compiled = _compiled(stream, mlp_adapters, dropout)
     if run.checkpointing:
-        compiled = (Height((), (stream, *ends)), *compiled)
+        compiled = (Height((), (stream, *at_the_end)), *compiled)
     return Block(
         source="https://github.com/pytorch/torchtune/blob/v0.6.1/torchtune/modules/transformer.py",
         saved=saved,

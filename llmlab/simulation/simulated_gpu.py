@@ -12,7 +12,7 @@ from .engine.real_host import RealHost
 from .profile.snapshot import History, snapshot
 
 
-class Card:
+class SimulatedGPU:
     """One simulated GPU with `memory`, and a real `host`, or a simulated host if `host` is None.
 
     If `hidden`, libraries that would load a driver do not see the GPU. `local_ranks` is the number of GPUs in its node,
