@@ -43,7 +43,7 @@ NAMES: dict[str, dict[str, str]] = {
     "torch": {
         "torch": "Generator get_default_device get_rng_state load save tensor to_dlpack "
         "get_autocast_dtype get_autocast_gpu_dtype is_autocast_enabled set_autocast_dtype set_autocast_enabled",
-        "torch.Tensor": "_make_subclass _make_wrapper_subclass _use_count _version record_stream",
+        "torch.Tensor": "_is_view _make_subclass _make_wrapper_subclass _use_count _version record_stream",
         "torch.UntypedStorage": "_cdata data_ptr resize_",
         "torch._C._functions.AccumulateGrad": "_sequence_nr",
         "torch._VF": "gru lstm rnn_relu rnn_tanh",

@@ -206,20 +206,24 @@ def _kernels(steps: Sequence[_Step], at: Sequence[tuple[int, int]]) -> KernelTra
 
 def _deeper(shallow: KernelTrace, operators: Sequence[Kernel], at: tuple[int, int]) -> KernelTrace:
     """Return `shallow` with the `operators` of a deeper step. Each has the formula whose numbers at `at` are the same;
-    if there are several, one that also follows the previous operator in the shallower step. An operator without a
-    formula, such as an update of a list of all parameters, gets constants."""
+    if there are several, one that also follows the previous operator in the shallower step. If there is none, because
+    no polynomial has the bytes, it has one with the same shape and FLOP. An operator that has no such formula either,
+    such as an update of a list of all parameters, gets constants."""
     if not shallow.formulas:
         return shallow
     follows = {*zip(shallow.shallow, shallow.shallow[1:], strict=False)}
     known: dict[Kernel, list[int]] = {}
     for number, formula in enumerate(shallow.formulas):
         known.setdefault(formula.at(*at), []).append(number)
+    shapes = {kernel._replace(bytes=0): numbers for kernel, numbers in known.items()}
     formulas, order = [*shallow.formulas], [-1]
     for kernel in operators:
-        if kernel not in known:
+        if kernel not in known and (numbers := shapes.get(kernel._replace(bytes=0))):
+            known[kernel] = numbers
+        elif kernel not in known:
             known[kernel] = [len(formulas)]
-            numbers = tuple(map(constant, kernel.numbers))
-            formulas.append(KernelFormula(kernel.with_numbers(0, 0, 0, 0, 0), numbers))
+            constants = tuple(map(constant, kernel.numbers))
+            formulas.append(KernelFormula(kernel.with_numbers(0, 0, 0, 0, 0), constants))
         alike = known[kernel]
         order.append(next((number for number in alike if (order[-1], number) in follows), alike[0]))
     return KernelTrace(tuple(formulas), shallow.shallow, tuple(order[1:]))

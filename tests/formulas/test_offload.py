@@ -9,19 +9,16 @@ import llmlab as lab
 from llmlab.archive import figure
 from llmlab.base.errors import NotAvailable
 from llmlab.formulas.time.distributed import step as distributed_step
-from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.offload import (
     adam_seconds,
     crossing,
     offloaded_step,
     schedule,
-    tokens_to_hide,
-    tokens_to_hide_update,
 )
 from llmlab.formulas.time.step import passes
 from llmlab.hardware.links import cluster
-from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme, to_host
+from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme
 
 LLAMA = lab.model("meta-llama/Llama-3.1-8B")
 A100 = lab.gpu("A100-80GB")
@@ -121,15 +118,6 @@ def test_a_drive_reads_and_writes_all_states():
     n = LLAMA.parameters
     assert found.drive == pytest.approx(12 * n / 10e9 + 12 * n / 5e9)
     assert found.seconds == pytest.approx(found.compute + found.adam + found.drive)
-
-
-def test_break_even_is_where_both_sides_take_as_long():
-    rate = efficiency(A100).matmul["bf16"]
-    tokens = tokens_to_hide(A100, rate)
-    assert 4 * tokens * 1e9 / rate == pytest.approx(2e9 / to_host(A100))
-    assert tokens_to_hide(A100, rate, recompute=True) == pytest.approx(tokens * 4 / 6)
-    tokens = tokens_to_hide_update(A100, rate)
-    assert adam_seconds(30e9, host_of(A100)) == pytest.approx(0.1 * 6 * tokens * 1e9 / rate)
 
 
 def test_zero_offloads_throughput_on_one_v100():

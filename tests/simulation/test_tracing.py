@@ -8,6 +8,8 @@ import llmlab as lab
 from llmlab.planning import levers
 from llmlab.simulation import deriving, tracing
 from llmlab.simulation.depth import depth_of, with_layers
+from llmlab.traces.kernels import Kernel, KernelFormula, KernelTrace
+from llmlab.traces.polynomials import Monomial, constant
 
 TEXT = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 5,
         "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 4096,
@@ -54,6 +56,17 @@ def test_an_estimate_is_what_is_simulated(config, options):
     assert estimate.step_seconds == pytest.approx(simulation.step_seconds, rel=0.005)
     for part, seconds in simulation.time.items():
         assert estimate.time[part] == pytest.approx(seconds, rel=0.01, abs=1e-3 * simulation.step_seconds), part
+
+
+def test_an_operator_of_a_deeper_layer_follows_the_sizes_even_if_its_bytes_are_no_polynomial():
+    """The bytes of T5's attention, whose bias has a gradient, are no sum of three monomials."""
+    attention = Kernel("attention", "attention", "fp32", 0, 0, (0, 0), 1, False, "forward")
+    tokens, squares = (Monomial(1.0, 0, 1),), (Monomial(4.0, 1, 2),)
+    numbers = (squares, tokens, constant(1), constant(0), constant(0), tokens, tokens)
+    formula = KernelFormula(attention.with_numbers(0, 0, 0, 0, 0), numbers)
+    deep = attention.with_numbers(4 * 64**2, 65, 1, 0, 0, 64, 64)
+    trace = tracing._deeper(KernelTrace((formula,), (0,), (0,)), [deep, deep], (1, 64))
+    assert [kernel.shape for kernel in trace.at(2, 128)[1]] == [(128, 128)] * 2
 
 
 def test_logits_of_as_many_bytes_as_the_gradient_of_the_head_are_told_apart():

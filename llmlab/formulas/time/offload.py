@@ -199,25 +199,3 @@ def schedule(step: OffloadedStep, buckets: int = 8, steps: int = 1, delayed: boo
     if delayed:  # nothing hides the last update and its weights
         works.append(("PCIe up", updated, updated + step.up, "weights"))
     return works
-
-
-def tokens_to_hide(card: GPU, rate: float, precision: str = "mixed-bf16", recompute: bool = False) -> float:
-    """Return the least number of tokens per micro-batch with which the copies of the gradients hide behind the backward
-    pass.
-
-    The backward pass computes 4 FLOP per parameter and token (6 with recomputation) at `rate` FLOP/s, and 2 bytes per
-    parameter cross PCIe. The number of parameters cancels. Attention and the loss compute more, which lowers the bound.
-    """
-    return PRECISION[precision].gradients / to_host(card) * rate / (6 if recompute else 4)
-
-
-def tokens_to_hide_update(card: GPU, rate: float, share: float = 0.1, gpus: int | None = None) -> float:
-    """Return the least number of tokens per GPU and *step* with which the update on the host takes at most `share` of
-    the time of the passes.
-
-    The passes compute 6 FLOP per parameter and token, and Adam moves 30 bytes per parameter in mixed precision. The
-    number of parameters cancels again. `gpus` GPUs share the host, each with its own model (None: all GPUs of the
-    host).
-    """
-    moved = _update_bytes(PRECISION["mixed-bf16"].weights, stepped=1, state=4 + state_bytes("adamw", 4, 1, 0))
-    return adam_seconds(moved, host_of(card), gpus) * rate / 6 / share

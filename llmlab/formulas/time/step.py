@@ -307,13 +307,6 @@ def peak_dtype(run: Run) -> str:
     return run.compute_dtype
 
 
-def training_days(parameters: float, tokens: float, card: GPU, cards: int, utilisation: float) -> float:
-    """Return the days that 6ND FLOP need on `cards` GPUs at this MFU. The peak is that of bf16, or else of fp16, or
-    else of fp32."""
-    peak = card.peak("bf16") or card.peak("fp16") or card.peak_flops["fp32"]
-    return 6 * parameters * tokens / (cards * peak * utilisation) / 86400
-
-
 def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> float | None:
     """Return the US dollars for `card_hours` hours of one GPU at `usd_per_hour`, by default the table's rate (its
     source and date are in the GPU's entry), or None if both are missing."""
