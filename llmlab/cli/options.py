@@ -92,8 +92,10 @@ def _or_none(kind: type) -> Callable[[str], Any]:
 
 
 def _pixels(text: str) -> int | tuple[int, ...]:
-    sides = tuple(int(side) for side in text.lower().split("x"))
-    return sides[0] if len(sides) == 1 else sides
+    sides = text.lower().split("x")
+    if not all(side.isdecimal() for side in sides) or len(sides) > 2:
+        raise ValueError(f"{text!r} is neither a number of pixels, such as 1048576, nor HEIGHTxWIDTH, such as 1024x768")
+    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
 
 
 _pixels.__name__ = "size"  # in click's message

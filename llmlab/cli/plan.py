@@ -25,7 +25,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         "130 = interrupted before a configuration was found."
     )
     @click.argument("model")
-    @click.option("--gpus", required=True, metavar="GPUS",
+    @click.option("--gpus", "--gpu", "gpus", required=True, metavar="GPUS",
                   help="Your GPUs, for example T4, 8xH100-80GB, or 2x8xA100-80GB "
                   "(2 nodes with 8 GPUs each).")
     @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, over all GPUs.")
