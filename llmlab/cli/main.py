@@ -106,7 +106,7 @@ def _answer(report: Report, as_json: bool) -> int:
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
 @click.option("--vs", metavar="OPTIONS",
-              help="Show a second run beside this one: the same options, except those given here in quotes, for "
+              help="Show a second run next to this one, with the same options except those given here in quotes, for "
               "example --vs '--zero 3 --checkpointing full'. The exit code is that of the first run.")  # fmt: skip
 @click.option("--lengths", metavar="FILE", help="Lengths of the training sequences in tokens, one per line or as a "
               "JSON list, instead of --seq-len. Batches are padded to their longest sequence.")  # fmt: skip
@@ -115,7 +115,7 @@ def _answer(report: Report, as_json: bool) -> int:
 def estimate(context: click.Context, vs: str | None, lengths: str | None, as_json: bool, **_: Any) -> int:
     """Estimate memory and time of a run with closed formulas.
 
-    This takes milliseconds.
+    This takes about a second.
     """
     if lengths is not None:
         if vs is not None:
@@ -197,7 +197,7 @@ explain.epilog = "Exit codes: 0 = the formula is printed; 2 = invalid input, or 
 def solve(
     context: click.Context, model: str, name: str, gpu: str | None, simulate: bool, as_json: bool, **_: Any
 ) -> int:
-    """Find the largest size of a run that fits a GPU, or the smallest GPU.
+    """Find the largest run that fits a GPU, or the smallest GPU.
 
     For example, --for seq-len finds the longest sequence. The size itself need not be given.
     """
@@ -206,7 +206,7 @@ def solve(
     return EXIT[solution.outcome]
 
 
-solve.epilog = "Exit codes: 0 = a size or a GPU fits; 1 = none fits; 2 = unknown or invalid input."
+solve.epilog = "Exit codes: 0 = a size or a GPU fits; 1 = none fits; 2 = llmlab cannot tell, or the input is invalid."
 
 
 @_verb

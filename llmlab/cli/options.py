@@ -31,7 +31,7 @@ USUAL = {
     "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",
 }
 MODEL = "MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder."
-EXIT_CODES = "Exit codes: 0 = the run fits; 1 = it does not fit; 2 = unknown or invalid input."
+EXIT_CODES = "Exit codes: 0 = the run fits; 1 = it does not fit; 2 = llmlab cannot tell, or the input is invalid."
 
 def spec_options() -> list[click.Option]:
     """Return the options of every field of Training, LoRA and Inference, each once."""
@@ -92,8 +92,10 @@ def _or_none(kind: type) -> Callable[[str], Any]:
 
 
 def _pixels(text: str) -> int | tuple[int, ...]:
-    sides = tuple(int(side) for side in text.lower().split("x"))
-    return sides[0] if len(sides) == 1 else sides
+    sides = text.lower().split("x")
+    if not all(side.isdecimal() for side in sides) or len(sides) > 2:
+        raise ValueError(f"{text!r} is neither a number of pixels, such as 1048576, nor HEIGHTxWIDTH, such as 1024x768")
+    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
 
 
 _pixels.__name__ = "size"  # in click's message
@@ -188,12 +190,15 @@ def _from_config(config: str, given: dict[str, Any]) -> Training:
 
 
 CLUSTER = (
-    click.option("--network", metavar="NAME", help="Network between the nodes, such as InfiniBand-NDR."),
-    click.option("--link", metavar="NAME", help="Link between the GPUs of a node, such as NVLink-4."),
+    click.option("--network", metavar="NAME", help="Network between the nodes, such as InfiniBand-NDR, Ethernet-100 or "
+                 "EFA-400; an unknown name prints the list."),
+    click.option("--link", metavar="NAME", help="Link between the GPUs of a node, such as NVLink-4 or PCIe-4; an "
+                 "unknown name prints the list."),
     click.option("--link-gb-s", type=float, metavar="RATE",
                  help="Bus bandwidth (busbw) within a node in GB/s, as measured by nccl-tests."),
     click.option("--network-gb-s", type=float, metavar="RATE",
-                 help="The busbw in GB/s that nccl-tests' all_reduce_perf prints for all GPUs of several nodes."),
+                 help="Bus bandwidth (busbw) across nodes in GB/s, as measured by nccl-tests' all_reduce_perf on all "
+                 "GPUs of several nodes."),
     click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; default: the size of the vendor's "
                  "server, usually 8."),
     click.option("--adapters", type=int, metavar="N", help="Network interface cards (NICs) per node; default: one per "

@@ -13,6 +13,7 @@ from .. import verbs
 from ..base.errors import SpecError
 from ..base.tables import Tabular
 from ..recording.snapshot import is_snapshot
+from ..specs.stacks import STACKS, TRANSFORMERS
 from .options import cluster_from, cluster_options, run_from, spec_options
 
 
@@ -20,11 +21,11 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
-        epilog="Exit codes: 0 = a configuration fits; 1 = none fits; 2 = unknown or invalid input; 130 = interrupted "
-        "before a configuration was found."
+        epilog="Exit codes: 0 = a configuration fits; 1 = none fits; 2 = llmlab cannot tell, or the input is invalid; "
+        "130 = interrupted before a configuration was found."
     )
     @click.argument("model")
-    @click.option("--gpus", required=True, metavar="GPUS",
+    @click.option("--gpus", "--gpu", "gpus", required=True, metavar="GPUS",
                   help="Your GPUs, for example T4, 8xH100-80GB, or 2x8xA100-80GB "
                   "(2 nodes with 8 GPUs each).")
     @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, over all GPUs.")
@@ -33,13 +34,15 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     @click.option("--allow", multiple=True, metavar="NAME",
                   help="Let the search also change optimizer, precision, kernels, fp8, lora or seq_len. Repeatable.")
     @click.option("--fixed", multiple=True, metavar="FIELD=VALUE",
-                  help="Fix a field of the run, for example seq_len=4096. Repeatable.")
+                  help="Fix a training option of `llmlab estimate`, written with underscores, for example "
+                  "seq_len=4096. Repeatable.")
     @click.option("--tokens", type=int, help="Total training tokens; used for the total time.")
     @click.option("--within", type=float, metavar="DAYS", help="Maximum training time in days; needs --tokens.")
     @click.option("--goal", default="fastest", show_default=True,
                   help="One of fastest, cheapest, smallest (least memory).")
     @click.option("--stack", default="transformers", show_default=True,
-                  help="Training code, such as torchtitan or megatron.")
+                  help=f"Training code. One of {', '.join((TRANSFORMERS, *STACKS))}. Its own options follow a colon: "
+                  "torchtitan:ac=full.")
     @click.option("--write", "folder", metavar="DIR", help="Write the launch files of the best run to this folder.")
     @click.option("--force", is_flag=True, help="Let --write replace files.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
@@ -49,9 +52,9 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     ) -> int:
         """Search for the best training configuration on your GPUs.
 
-        Formulas rank the configurations, and simulations confirm the best ones. Ctrl-C stops the search and prints the
-        best configurations so far. --goal cheapest also tries other GPU models whose price is known; it uses at
-        most the number of GPUs in --gpus.
+        Formulas rank the configurations, and simulations confirm the best ones. A star marks memory that was estimated
+        because llmlab cannot simulate the run. Ctrl-C stops the search and prints the best configurations so far. With
+        --goal cheapest, the search also tries other GPU models whose price is known, but no more GPUs than --gpus.
 
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """
@@ -71,24 +74,25 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
 
     @group.command(
         epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message or snapshot was explained; "
-        "1 = no single change makes it fit; 2 = unknown or invalid input."
+        "1 = no single change makes it fit; 2 = llmlab cannot tell, or the input is invalid."
     )
     @click.pass_context
     @click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")
     @click.option("--gpu", metavar="NAME",
-                  help="GPU (a name listed by `llmlab gpus`), or cpu; required with MODEL.")
+                  help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu; required with MODEL.")
     @cluster_options
     @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     def fix(context: click.Context, words: tuple[str, ...], gpu: str | None, as_json: bool, **_: Any) -> int:
         """List changes that reduce the memory of a run.
 
-        Changes that cost the least time per GiB saved come first.
+        Changes that cost no time come first, and the others follow in order of time per GiB saved.
 
-        MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder. Without MODEL, explain
-        PyTorch's out-of-memory message, which is read from stdin: llmlab fix < log.txt
+        MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder. Without MODEL and
+        SNAPSHOT, the command reads PyTorch's out-of-memory message from stdin and explains it: llmlab fix < log.txt
 
-        SNAPSHOT is a file that torch.cuda.memory._dump_snapshot wrote. The answer is its peak by part and by module,
-        its fragmentation, and what grew between steps; a second one, of another moment or rank, is compared with it.
+        SNAPSHOT is a file that torch.cuda.memory._dump_snapshot wrote. The command prints its peak by part and by
+        module, its fragmentation, and the memory that grew between steps. If you give a second snapshot, of another
+        moment or rank, the command also compares the two.
         """
         snapshots, models = [word for word in words if is_snapshot(word)], [w for w in words if not is_snapshot(w)]
         if len(snapshots) > 2 or len(models) > 1:

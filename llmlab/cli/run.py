@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 
 EPILOG = """You can put a launcher (torchrun, accelerate launch or deepspeed) before SCRIPT, or give the command of an
 installed library instead, such as `tune run`, `trl sft`, `swift sft`, `llamafactory-cli train` or `axolotl train`.
-llmlab follows its options and config files, and runs only rank 0. NAME=value before all sets an environment variable.
+llmlab follows the options and config files of that command, and runs only rank 0. NAME=value in front of the command
+or SCRIPT sets an environment variable.
 
-Exit codes: 0 = the run fits; 1 = it does not fit on the GPU (or in --max-gib); 2 = unknown or invalid input, or the
-script itself failed (its error is then on stderr)."""
+Exit codes: 0 = the run fits; 1 = it does not fit on the GPU (or in --max-gib); 2 = llmlab cannot tell, the input is
+invalid, or the script itself failed (its error is then on stderr)."""
 OPTIONS = (
     click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."),
     click.option("--gpu", "name", metavar="NAME", required=True,
-                 help="GPU to simulate (a name listed by `llmlab gpus`)."),
+                 help="GPU to simulate (a name listed by `llmlab gpus`, or a memory such as 48GB)."),
     click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
-    click.option("--steps", type=int, metavar="N", help="End the script after N optimizer steps."),
+    click.option("--steps", type=int, metavar="N",
+                 help="End the script after N optimizer steps; default: run it to its end."),
     click.option("--world-size", type=int, metavar="N",
                  help="Number of ranks; default: from the launcher, otherwise 1."),
     click.option("--nodes", type=int, metavar="N", help="Number of nodes; default: from the launcher, otherwise 1."),
@@ -50,7 +52,7 @@ OPTIONS = (
                  help="Memory limit of the process in GiB; default: the whole GPU."),
     click.option("--assume", type=float, metavar="X",
                  help="Simulated tensors hold no data. When the script reads a value from the GPU, such as a loss, it "
-                 "receives X instead."),
+                 "receives X instead; default: 1.0, or 0 for integers."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
                  help="config.json of a model that the script loads by NAME. Repeatable."),
     click.option("--data", multiple=True, metavar="NAME=FILE",

@@ -28,25 +28,28 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
     """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
-        epilog="Exit codes: 0 = the model fits, or a deployment meets the service level; 1 = not; 2 = invalid input."
+        epilog="Exit codes: 0 = the model fits, or a deployment meets --slo; 1 = it does not fit, or none meets --slo; "
+        "2 = invalid input."
     )
     @click.argument("model")
     @click.option("--gpu", "--gpus", "gpu", metavar="GPUS",
-                  help="GPUs of one deployment, for example H100 or 8xH200; with --slo any: all whose kernels were "
-                  "measured.")
+                  help="GPUs of one deployment, for example H100 or 8xH200; names as listed by `llmlab gpus`. With "
+                  "--slo, any (the default) compares all GPU models whose kernels were measured.")
     @click.option("--slo", metavar="ttft=TIME,tpot=TIME",
-                  help="Look for the cheapest deployments that answer --rate requests per second within these medians, "
-                  "for example ttft=1s,tpot=30ms; of the GPU in --gpu.")
-    @click.option("--frontier", is_flag=True, help="Latency and throughput with more and more users.")
+                  help="Find the cheapest deployments on --gpu that answer --rate requests per second with a median "
+                  "TTFT and TPOT within these limits, for example ttft=1s,tpot=30ms.")
+    @click.option("--frontier", is_flag=True, help="Print latency and throughput for 1, 2, 4, ... users, as far as "
+                  "the cache holds their requests.")
     @click.option("--users", type=int, metavar="N",
-                  help="The longest requests of N users, and the least --gpu-memory-utilization for N requests.")
+                  help="Print how many tokens each of N users can have in the cache, and the smallest "
+                  "--gpu-memory-utilization for N requests of --prompt-len plus --output-len tokens.")
     @click.option("--launch", is_flag=True, help="Print the command that starts the server.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes and times in seconds.")
     def serve(
         model: str, gpu: str | None, slo: str | None, frontier: bool, users: int | None, launch: bool, as_json: bool,
         **given: Any,
     ) -> int:
-        """Predict memory, latency, throughput and price of a model that an inference engine serves.
+        """Predict memory, latency, throughput and price of a served model.
 
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """
@@ -90,8 +93,8 @@ def _option(name: str, hint: Any, default: Any) -> click.Option:
     kind = next(kind for kind in (hint, *get_args(hint)) if kind in (bool, int, float, str))
     word = name.replace("_", "-")
     flags = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
-    shown = None if name == "tp" or default is None else str(default)
-    return click.Option([flags, name], type=kind, default=None, help=HELP[name], show_default=shown or False)
+    shown = "" if name == "tp" or default is None else f"  [default: {default}]"
+    return click.Option([flags, name], type=kind, default=None, help=HELP[name] + shown)
 
 
 def _gpus(text: str | None) -> tuple[str | None, int]:

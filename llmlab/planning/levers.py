@@ -99,7 +99,9 @@ class Fix(Tabular):
             "batch, which changes the result.",
         ]
         if not any(lever.report.outcome == "fits" for lever in self.levers):
-            lines.append("No single change makes this run fit. Combine several, or search with `llmlab plan`.")
+            unknown = any(lever.report.outcome == "unknown" for lever in self.levers)
+            makes = "is certain to make" if unknown else "makes"
+            lines.append(f"No single change {makes} this run fit. Combine several, or search with `llmlab plan`.")
         assumed = (note for note in self.report.notes if note.code == "gpu-memory-assumed")
         footer = "\n".join([*lines, *assumed])
         header = ("change", "saves per GPU", "change in time (same tokens)", "outcome", "same result", "chapter")

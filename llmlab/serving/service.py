@@ -20,31 +20,38 @@ CHOICES = {
     "kv": tuple(dict.fromkeys((*KV, *CACHE_TYPES))),
 }
 HELP = {
-    "engine": f"One of {', '.join(ENGINES)}.",
-    "weights": f"What the linear layers are stored in, one of {', '.join(WEIGHTS)}; with llama.cpp a GGUF type such as "
-    "q4_k_m.",
-    "kv": f"What the KV cache is stored in, one of {', '.join(KV)}; with llama.cpp one of {', '.join(CACHE_TYPES)}.",
-    "tp": "Tensor parallelism: GPUs that share each layer. Default: all of --gpu.",
-    "pp": "Pipeline stages, each of tp GPUs.",
-    "ep": "Expert parallelism: 1, or tp.",
-    "dp_attention": "Copies of attention, each with its own requests.",
-    "gpu_memory_utilization": "Share of a GPU's memory that the engine takes; llama.cpp takes what it needs.",
-    "max_model_len": "Tokens of the longest request. Default: the model's; with llama.cpp those of prompt and answer.",
-    "max_num_seqs": "Most requests in a step.",
-    "max_num_batched_tokens": "Most tokens in a step.",
-    "prefill_interval": "Steps of decoding between two looks for new requests.",
-    "draft": "Speculative decoding: mtp, eagle3 (or eagle3:CHECKPOINT), or a smaller model's name.",
-    "draft_tokens": "Tokens that the draft proposes in a step.",
-    "acceptance": "Share of proposed tokens that the model accepts.",
-    "prompt_len": "Tokens of a prompt.",
-    "output_len": "Tokens of an answer.",
-    "range_ratio": "Draw both lengths evenly from this share of them to all of them.",
-    "prefix_hit": "Share of a prompt that the prefix cache has.",
-    "concurrency": "Users, each of whom waits for an answer before the next request.",
-    "rate": "Requests per second, at random times.",
+    "engine": f"Inference engine. One of {', '.join(ENGINES)}.",
+    "weights": f"Storage format of the linear layers. One of {', '.join(WEIGHTS)}; with llama.cpp, a GGUF type such as "
+    "q4_k_m or q8_0.",
+    "kv": f"Dtype of the KV cache. One of {', '.join(KV)}; with llama.cpp, one of {', '.join(CACHE_TYPES)}.",
+    "tp": "Tensor-parallel GPUs, which share each layer. Default: all GPUs of --gpu, divided by --pp.",
+    "pp": "Pipeline stages, each on --tp GPUs.",
+    "ep": "Expert-parallel GPUs: 1, or as many as --tp.",
+    "dp_attention": "Copies of the attention layers, each of which serves its own requests; must be a divisor of --tp.",
+    "gpu_memory_utilization": "Share of each GPU's memory that the engine may use, from 0 to 1; not for llama.cpp.",
+    "max_model_len": "Maximum length of a request in tokens. Default: the model's maximum; with llama.cpp, "
+    "--prompt-len plus --output-len.",
+    "max_num_seqs": "Maximum number of requests in a step. Default: 256 or 1024, depending on the GPU; with llama.cpp, "
+    "--concurrency, or 4 with --rate.",
+    "max_num_batched_tokens": "Maximum number of tokens in a step. Default: 2048, 8192 or 16384, depending on the "
+    "engine and the GPU.",
+    "prefill_interval": "Decode steps from one check for new requests to the next; with trtllm, steps for which a new "
+    "request waits.",
+    "draft": "Draft for speculative decoding: mtp, eagle3, eagle3:CHECKPOINT, or the name of a smaller model; needs "
+    "--acceptance.",
+    "draft_tokens": "Tokens that the draft proposes in each step.",
+    "acceptance": "Probability from 0 to 1 that the model accepts a proposed token; needs --draft.",
+    "prompt_len": "Tokens per prompt.",
+    "output_len": "Tokens per answer.",
+    "range_ratio": "Draw each length uniformly between R * L and L, where R is this number (above 0, at most 1) and L "
+    "is --prompt-len or --output-len.",
+    "prefix_hit": "Share of each prompt that is already in the prefix cache, from 0 to below 1.",
+    "concurrency": "Number of users, each of whom waits for an answer before sending the next request. Default: 1, "
+    "unless --rate is given.",
+    "rate": "Requests per second, which arrive at random times; not with --concurrency.",
     "n_gpu_layers": "Layers that llama.cpp puts on the GPU, the output layer included. Default: as many as fit.",
-    "cpu_memory_gb_s": "Bandwidth of the CPU's memory in 10^9 bytes/s, for llama.cpp's other layers. Two channels of "
-    "DDR4-3200 have 51, of DDR5-5600 90.",
+    "cpu_memory_gb_s": "Bandwidth of the CPU's memory in GB/s, for the layers that llama.cpp puts on the CPU. Two "
+    "channels of DDR4-3200 provide 51 GB/s, and two of DDR5-5600 provide 90 GB/s.",
 }  # fmt: skip
 MOST_USERS = 100_000  # whose ten requests each are replayed in about a minute
 # Of whole numbers, where it is not 1: a step has at least a block of tokens.

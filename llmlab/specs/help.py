@@ -11,9 +11,9 @@ HELP = {
     "accumulation": "Micro-batches per optimizer step.",
     "quantization": "Dtype of the frozen base weights; needs --lora.",
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
-    "half_layers": "With --lora and an autocast-* precision: frozen layers whose weights stay in 16 bits. all: every "
-    "layer, as the Trainer's bf16=True trains a model that was loaded in bf16; embeddings: embedding and head of a "
-    "quantized model. Otherwise they are in fp32, as peft's prepare_model_for_kbit_training leaves them.",
+    "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. all means "
+    "every layer, as with the Trainer's bf16=True and a model loaded in bf16; embeddings means the embedding and the "
+    "head of a quantized model. Other frozen layers are in fp32, as after peft's prepare_model_for_kbit_training.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
@@ -36,14 +36,16 @@ HELP = {
     "images": "Images in each sequence of a vision-language model; --seq-len counts their tokens.",
     "pixels": "Size of each image before the processor resizes it: a number of pixels, or HEIGHTxWIDTH.",
     "num_labels": "Train a sequence classifier of this many classes instead of a language model.",
-    "method": "Training method; dpo, orpo and reward count pairs in --micro-batch, ppo and grpo completions.",
-    "reference": "Reference model of dpo, kto, ppo and grpo; default: adapter with --lora, else kept; for grpo none.",
-    "teacher": "Model to distill from; default: one of the same sizes.",
-    "completion_len": "Tokens of each sequence that ppo and grpo generate.",
+    "method": "Training method. --micro-batch counts pairs for dpo, orpo and reward, and completions for ppo and grpo.",
+    "reference": "Reference model of dpo, kto, ppo and grpo. none stands for adapter with --lora and for kept without "
+    "it; for grpo, it means no reference model.",
+    "teacher": "Model to distill from, named like MODEL; default: a model as large as MODEL.",
+    "completion_len": "How many of the --seq-len tokens ppo and grpo generate; required with them.",
     "generations": "Completions of each prompt in ppo and grpo.",
     "gpu_memory_utilization": "Share of the GPU's memory that the generating engine of ppo and grpo uses.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",
-    "lora_targets": "Linear layers that get an adapter, separated by commas, or all-linear for all but the head.",
+    "lora_targets": "Names of the linear layers that get an adapter, separated by commas; all-linear selects all but "
+    "the head.",
     "lora_alpha": "Numerator of the adapters' scale, alpha / rank; default: 2 * rank.",
     "lora_dropout": "Dropout probability before the adapters.",
     "lora_autocast_adapter_dtype": "Keep adapters in fp32 even if the base weights are in 16 bits, as peft does.",

@@ -171,7 +171,9 @@ def test_an_option_sets_its_field_and_nothing_else(name):
 
 def test_pixels_are_a_number_or_height_and_width():
     assert parsed("--images", "1", "--pixels", "720x1280").pixels == (720, 1280)
-    assert call("estimate", "gpt2", "--images", "1", "--pixels", "large").exit_code == 2
+    for size in ("large", "1x2x3"):
+        refused = call("estimate", "gpt2", "--images", "1", "--pixels", size)
+        assert refused.exit_code == 2 and "HEIGHTxWIDTH" in refused.stderr
 
 
 def test_the_options_of_lora_make_one():

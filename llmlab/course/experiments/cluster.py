@@ -1,10 +1,10 @@
 """Train a small GPT in one process or in thousands, with the same script under every launcher.
 
     python -m llmlab.course.experiments.cluster
-    torchrun --nproc-per-node 8 -m llmlab.course.experiments.cluster --folder run
-    accelerate launch --multi_gpu --num_processes 8 -m llmlab.course.experiments.cluster --folder run
-    deepspeed --num_accelerators 8 --module llmlab.course.experiments.cluster --folder run
-    sbatch cluster.sbatch --folder run
+    torchrun --nproc-per-node 8 -m llmlab.course.experiments.cluster --sequences 16 --folder run
+    accelerate launch --multi_gpu --num_processes 8 -m llmlab.course.experiments.cluster --sequences 16 --folder run
+    deepspeed --num_accelerators 8 --module llmlab.course.experiments.cluster --sequences 16 --folder run
+    sbatch cluster.sbatch --sequences 64 --folder run
 
 With --folder it saves a checkpoint every few steps. The same command then continues from the last complete one, on
 any number of ranks. The batch of a step does not depend on the number of ranks. Rank 0 prints one line of JSON.
