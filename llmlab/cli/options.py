@@ -24,8 +24,8 @@ from ..specs.run import Inference, LoRA, Run, Training
 GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
 # The help's words for defaults that depend on the device or on other options.
 USUAL = {
-    "precision": "autocast-bf16, or bf16 if --lora is given without --quantization. On a T4 or V100: autocast-fp16 or "
-    "fp16, respectively. On a CPU: fp32. --stack and --from can change the default",
+    "precision": "autocast-bf16, or bf16 if --lora is given without --quantization. A T4 or V100 has fp16 in the place "
+    "of bf16, a CPU fp32. --stack and --from can change the default",
     "weights": "bf16; on a T4 or V100: fp16",
     "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a T4 or V100",
     "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",

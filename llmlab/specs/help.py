@@ -11,9 +11,9 @@ HELP = {
     "accumulation": "Micro-batches per optimizer step.",
     "quantization": "Dtype of the frozen base weights; needs --lora.",
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
-    "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. all means "
-    "every layer, as with the Trainer's bf16=True and a model loaded in bf16; embeddings means the embedding and the "
-    "head of a quantized model. Other frozen layers are in fp32, as after peft's prepare_model_for_kbit_training.",
+    "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. all: every "
+    "layer, as if a model is loaded in bf16 and the Trainer has bf16=True. embeddings: the embedding and the head of a "
+    "quantized model. Other unquantized layers are in fp32, as after peft's prepare_model_for_kbit_training.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
@@ -37,10 +37,10 @@ HELP = {
     "pixels": "Size of each image before the processor resizes it: a number of pixels, or HEIGHTxWIDTH.",
     "num_labels": "Train a sequence classifier of this many classes instead of a language model.",
     "method": "Training method. --micro-batch counts pairs for dpo, orpo and reward, and completions for ppo and grpo.",
-    "reference": "Reference model of dpo, kto, ppo and grpo. none stands for adapter with --lora and for kept without "
-    "it; for grpo, it means no reference model.",
+    "reference": "Reference model of dpo, kto, ppo and grpo: kept in memory, offloaded, its scores precomputed, or the "
+    "model without its adapter. Default: adapter with --lora, kept without; grpo has none.",
     "teacher": "Model to distill from, named like MODEL; default: a model as large as MODEL.",
-    "completion_len": "How many of the --seq-len tokens ppo and grpo generate; required with them.",
+    "completion_len": "Tokens that ppo and grpo generate, which count in --seq-len; required with them.",
     "generations": "Completions of each prompt in ppo and grpo.",
     "gpu_memory_utilization": "Share of the GPU's memory that the generating engine of ppo and grpo uses.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",
