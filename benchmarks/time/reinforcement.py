@@ -1,4 +1,4 @@
-"""NeMo-RL's published steps of GRPO beside the sum of what llmlab estimates for their phases.
+"""NeMo-RL's published steps of GRPO beside the sum of our estimates for their phases.
 
     python -m benchmarks.time.reinforcement                           # prints the table
     python -m benchmarks.time.reinforcement --out benchmarks/results  # and writes reinforcement.md
@@ -89,7 +89,7 @@ def phases(row: Row) -> tuple[float, float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="folder for reinforcement.md")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows = []
     for row in ROWS:
         together, alone, scored, updates = phases(row)
@@ -101,8 +101,8 @@ def main() -> None:
               "updates, s", "published step, s", "equal lengths", "until the longest"]  # fmt: skip
     text = "\n".join([*table(header, rows), "", provenance("llmlab")])
     print(text)
-    if given.out:
-        write(given.out / "reinforcement.md", text)
+    if arguments.out:
+        write(arguments.out / "reinforcement.md", text)
 
 
 if __name__ == "__main__":

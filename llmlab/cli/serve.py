@@ -131,10 +131,10 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
 
     if service.rate is None:
         raise SpecError("--slo needs --rate; give the requests per second that must be answered")
-    given = [_limit(part) for part in slo.split(",")]
-    if sorted(name for name, _ in given) != ["tpot", "ttft"]:
+    pairs = [_limit(part) for part in slo.split(",")]
+    if sorted(name for name, _ in pairs) != ["tpot", "ttft"]:
         raise SpecError(f"--slo {slo}: give both, and each once, for example ttft=1s,tpot=30ms")
-    limits = dict(given)
+    limits = dict(pairs)
     cards = [find_gpu(gpu)] if gpu else [card for card in map(find_gpu, all_gpus()) if engine_kernels(card).measured]
     options = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], cards)
     if as_json:

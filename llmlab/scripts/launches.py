@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -89,12 +88,10 @@ class Launches:
     def _process(self, real: Callable[..., None]) -> Callable[..., None]:
         @wraps(real)
         def init(process: Any, args: Any, *rest: Any, **options: Any) -> None:
-            words = shlex.split(args) if isinstance(args, str) else [os.fsdecode(arg) for arg in args]
-            if isinstance(args, str):  # for a shell, perhaps after other commands
-                for later in re.split(r"&&|\|\||;|\n", args)[1:]:
-                    if (behind := shlex.split(later)) and self._trains(behind):
-                        raise NotAvailable(f"the script starts `{later.strip()}` by a shell, after other commands; "
-                                           "let it start that alone")  # fmt: skip
+            words, *rest_of_line = _commands(args) if isinstance(args, str) else [[os.fsdecode(arg) for arg in args]]
+            if behind := next(filter(self._trains, rest_of_line), None):
+                raise NotAvailable(f"the script starts `{shlex.join(behind)}` by a shell, after other commands; let it "
+                                   "start that alone")  # fmt: skip
             if words and self._trains(words):
                 self._go_on(command(words), options.get("env"))
             real(process, args, *rest, **options)
@@ -196,3 +193,19 @@ def _number(devices: Any) -> int:
         return len(devices)
     number = int(devices) if str(devices).lstrip("-").isdigit() else 1
     return max(1, number)
+
+
+def _commands(line: str) -> list[list[str]]:
+    """Return the words of each command in a line for a shell; one without words if its quotes are not understood."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    commands: list[list[str]] = [[]]
+    try:
+        for word in lexer:
+            if word in ("&&", "||") or not word.strip(";\n"):
+                commands.append([])
+            else:
+                commands[-1].append(word)
+    except ValueError:
+        return [[]]
+    return [words for words in commands if words] or [[]]

@@ -96,6 +96,14 @@ def test_a_launcher_behind_other_commands_of_a_shell_is_refused(run):
     assert result.exit_code == 2 and "starts `torchrun --nproc_per_node 2 train.py` by a shell" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "line", ["echo 'a; it is' && echo b", "cat <<END\nit's; done\nEND", "echo 'x && torchrun train.py'"]
+)  # fmt: skip
+def test_quotes_of_a_shell_are_left_to_the_shell(run, line):
+    result, report = run(body=f"import subprocess\nsubprocess.run({line!r}, shell=True, check=True)\n{TRAIN}")
+    assert result.exit_code == 0 and report["steps"] == 3
+
+
 def test_ranks_that_contradict_world_size_are_refused(run):
     result, _ = run("--world-size", "8", body=HEAD + STARTS["torch.distributed.run"])
     assert result.exit_code == 2 and "--world-size gave 8 ranks" in result.stderr
