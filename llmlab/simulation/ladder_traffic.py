@@ -58,8 +58,8 @@ class Counted(NamedTuple):
 
     @property
     def times(self) -> tuple[float, float]:
-        """How many readings of the input forward and backward are worth. RMSNorm also moves its weight, so it would have
-        slightly fewer with more rows."""
+        """How many readings of the input forward and backward are worth. RMSNorm also moves its weight, which counts
+        for less with more rows."""
         return self.forward.bytes / self.unit, self.backward.bytes / self.unit
 
 
