@@ -86,7 +86,7 @@ class DeepSpeedMemory(StepMemory):
         # At stage 1 the bucket stays until gradients are reduced.
         waiting = self.bucket if self.stage == 1 and self.share.run.accumulation > 1 else 0
         return [
-            Moment("load", "weights flattened", {"weights": 2 * HALF * self.parameters if self.stage < 3 else 0}),
+            Moment("load", "weights flattened", {"weights": self._flattened()}),
             Moment("load", "the engine made", loaded),
             *(
                 self._adding(moment, weights=self.live, gradients=summed, other=waiting)
@@ -96,6 +96,14 @@ class DeepSpeedMemory(StepMemory):
             *self._backward(),
             *(self._flat_update() if self.stage == 0 else self._update()),
         ]
+
+    def _flattened(self) -> int:
+        """Return the bytes of weights while they are copied into one flat tensor: on the GPU if it has room for both,
+        otherwise on the host (zero/stage_1_and_2.py, flatten_on_accelerator)."""
+        if self.stage == 3:
+            return 0
+        gpu, copy = self.share.gpu, HALF * self.parameters
+        return copy if gpu and 2 * copy > gpu.room(self.share.run.dp) else 2 * copy
 
     def _summed(self) -> int:
         """Return the bytes of gradients that exist when a micro-batch begins."""
