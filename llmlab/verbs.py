@@ -62,7 +62,7 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     from .simulation.deriving import trace_of
 
     spec = find_model(model)
-    if gpu is not None and not spec.has_formulas:
+    if gpu is not None and not spec.has_formulas_for(run):
         trace_of(spec, run, gpu)
     return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
 

@@ -126,9 +126,9 @@ def _was_drawn(run: Training) -> bool:
     return plain and not left_out and not (run.zero and run.quantization)
 
 
-def plainness(spec: ModelSpec) -> float:
+def plainness(spec: ModelSpec, run: Run) -> float:
     """Return the factor by which the true peak may be above or below the estimate: 1 for families with formulas."""
-    return 1.0 if spec.has_formulas else PLAIN_MEMORY
+    return 1.0 if spec.has_formulas_for(run) else PLAIN_MEMORY
 
 
 def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = OTHER.holes, off: float = 1.0) -> Verdict:
