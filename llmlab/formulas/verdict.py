@@ -99,7 +99,7 @@ def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
         return GENERATION
     if stack.copies_gathered:
         return Kind(f"{stack.name}'s runs", OTHER.holes + reserved_beside(spec, run) / peak.total)
-    if not spec.has_formulas or not _was_drawn(run):
+    if not spec.has_formulas_for(run) or not _was_drawn(run):
         return OTHER
     logits = 4 * run.tokens * spec.vocab // run.tp  # bytes in fp32, as the loss computes
     if peak.phase == "optimizer" or logits < SMALL * peak.total:

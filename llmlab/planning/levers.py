@@ -135,7 +135,7 @@ def fix(
 def derived(
     spec: ModelSpec, run: Run, device: GPU | str | None, cluster: Cluster | None = None
 ) -> tuple[Report, Verdict]:
-    """Return `assessed`; for a family without written formulas, they are derived first."""
+    """Return `assessed`; for a step without written formulas, they are derived first."""
     if device is not None and not spec.has_formulas_for(run):
         trace_of(spec, run, device)
     return assessed(spec, run, device, cluster)
