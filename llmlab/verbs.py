@@ -61,9 +61,10 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     """
     from .formulas.report import estimated
     from .simulation.deriving import trace_of
+    from .specs.check import has_formulas
 
     spec = find_model(model)
-    if gpu is not None and not spec.has_formulas_for(run):
+    if gpu is not None and not has_formulas(spec, run):
         trace_of(spec, run, gpu)
     return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
 

@@ -13,7 +13,7 @@ from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
 from ..report import Report
-from ..specs.check import check
+from ..specs.check import check, has_formulas
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
@@ -51,7 +51,7 @@ def assessed(
     card = None if gpu is None or cpu else find_gpu(gpu)
     run = check(spec, run, card)
     trace, memory = None, None
-    if card and not spec.has_formulas_for(run) and has_trace(run) and (trace := find(spec, run, card)):
+    if card and not has_formulas(spec, run) and has_trace(run) and (trace := find(spec, run, card)):
         memory = _traced(trace, run)
     memory = memory or _memory(spec, run, card, cpu)
     peaks, peak = memory.peaks, memory.peak
@@ -88,7 +88,7 @@ def assessed(
         mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
-            *(() if spec.has_formulas_for(run) else (_origin(spec, trace, traced),)),
+            *(() if has_formulas(spec, run) else (_origin(spec, trace, traced),)),
             *_notes(spec, run, card, peaks, sort, fit, time.notes),
         ),
     )

@@ -24,7 +24,6 @@ from ..base.units import show_count
 from .generic import auto_class, is_rotary
 from .hub_cache import cached_config
 from .parameters import Linear, components, linears
-from .run import Run, Training
 from .shape import FAMILIES, MLA, shape_of
 from .sizes import Sizes
 
@@ -59,11 +58,6 @@ class ModelSpec(Sizes):
     def has_formulas(self) -> bool:
         """Whether formulas are written for this family. Any other counts as a plain transformer of the same sizes."""
         return self.family in FAMILIES
-
-    def has_formulas_for(self, run: Run) -> bool:
-        """Whether the written formulas are right for `run` of this model. In a training step, they count all layers as
-        layers of average size, which is wrong if some are dense and the others have experts."""
-        return self.has_formulas and not (isinstance(run, Training) and 0 < self.dense_layers < self.layers)
 
     @cached_property
     def rotary(self) -> bool:
