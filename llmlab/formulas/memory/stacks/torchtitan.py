@@ -355,8 +355,9 @@ class Graph:
                      linear.elements / spec.layers / self.share.tokens)
                 for linear in spec.block_linears if linear.part == "mlp"
             )  # fmt: skip
-        inputs = [row for row in eager if row.operator in CAST_AGAIN[:2]] if run.tp > 1 and not run.checkpointing else []
-        return weights, tuple(row._replace(operator=f"{row.operator}, cast", dtype="byte") for row in inputs)
+        names = CAST_AGAIN[:2] if run.tp > 1 and not run.checkpointing else ()
+        return weights, tuple(row._replace(operator=f"{row.operator}, cast", dtype="byte") for row in eager
+                              if row.operator in names)  # fmt: skip
 
 
 def _compiled(eager: Block, share: Share) -> Block:

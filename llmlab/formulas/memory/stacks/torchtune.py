@@ -87,9 +87,10 @@ class Tuned:
         """Return the lines of dequantized weights. A graph contains LinearNF4's operators of both passes and
         dequantizes once: the weight that the backward pass's matmul reads is saved and not recomputed
         (torch/_functorch/partitioners.py, fx_graph_cse and should_ban_recomputation)."""
-        run, name = self.share.run, f"{', '.join(linears)}: dequantized"
-        size = sum(self._elements(linear) for linear in linears) / self.share.tokens
-        return (Kept(name, "linear weights", "1", "product", "whole", size),) if run.compile and run.quantization else ()
+        if not (self.share.run.compile and self.share.run.quantization):
+            return ()
+        times = sum(self._elements(name) for name in linears) / self.share.tokens
+        return (Kept(f"{', '.join(linears)}: dequantized", "linear weights", "1", "product", "whole", times),)
 
     def _elements(self, name: str) -> int:
         return next(row.inputs * row.outputs for row in self.share.spec.block_linears if row.name == name)
