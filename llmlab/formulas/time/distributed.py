@@ -21,7 +21,7 @@ The vocabulary-parallel loss and embedding also communicate a little, which is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import log2
 from types import MappingProxyType
 from typing import NamedTuple
@@ -189,61 +189,101 @@ def step(
     block, counted = known.block, known.counted
     if known.passes is None:
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}, so its time is unknown")
-    m = run.accumulation
-    tensor = _tensor(spec, run, cluster, gpu_kernels, "tensor" in overlap)
-    if stack_of(run).tp_comm_overlap:
-        tensor /= run.tp  # sent in tp pieces, each during the matmul of another: only the first is exposed
-    context = _context(spec, run, cluster, gpu_kernels, block.attention / m)
-    if not traced:  # traced passes include this
-        context += _merged(spec, run, gpu_kernels)
-    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, gpu_kernels) if run.ep > 1 else 0.0
-    gathered = _logits(spec, run, cluster, gpu_kernels)
-    pipeline = _sends(spec, run, cluster, gpu_kernels)
-    layers, within = layers_of(spec, run), tensor + context + experts
-    if within and not stack_of(run).cuda_launch_blocking:
-        block = block._replace(host=block.host - m * within)  # the host continues while ranks send
-    # Stages with equally many layers need the same time, except the last one, which also has the head.
-    alike = {n: _stage(n, block, NOTHING, m) for n in set(layers[:-1])}
-    last = _stage(layers[-1], block, known.head, m)
-    times = {n: stage.seconds + n * within for n, stage in alike.items()}
-    stages = [*[times[n] for n in layers[:-1]], last.seconds + layers[-1] * within + gathered]
-    slowest = stages.index(max(stages))
-    n = layers[slowest]
-    compute = last if slowest == run.pp - 1 else alike[n]
-    forward = counted.forward / counted.total
-    one, busy = block.seconds / m, compute.seconds
+    m, sent = run.accumulation, _sent(spec, run, cluster, gpu_kernels, block.attention, overlap, traced is not None)
+    if sent.within and not stack_of(run).cuda_launch_blocking:
+        block = block._replace(host=block.host - m * sent.within)  # the host continues while ranks send
+    stages = _stages(layers_of(spec, run), block, known.head, m, sent)
+    n, busy, forward = stages.layers, stages.compute.seconds, counted.forward / counted.total
     data = data_parallel(spec, run, cluster, gpu_kernels, busy, forward, overlap, bucket_bytes)
     copied = 0.0 if traced else data.copied
     scale, lost = training_rates()["scale"], 0.0
-    sent = data.exposed + copied + scale["contention"] * data.contended
-    passed = 0.0 if stack_of(run).hides_sends else m * pipeline
-    bubble = (sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages
-    seconds = m * stages[slowest] + passed + bubble + sent + known.update
+    exposed = data.exposed + copied + scale["contention"] * data.contended
+    passed = 0.0 if stack_of(run).hides_sends else m * sent.pipeline
+    bubble = (sum(stages.seconds) - stages.longest + (run.pp - 1) * sent.pipeline) / run.virtual_stages
+    seconds = m * stages.longest + passed + bubble + exposed + known.update
     if (nodes := -(-run.world_size // cluster.gpus)) > 1:
         # All ranks wait for the slowest one once per step, and with sharded parameters also in each layer.
         per_doubling = scale["seconds_per_doubling"]
         per_doubling += scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0
         lost = per_doubling * log2(nodes)
+    one = block.seconds / m
     return Step(
-        products=m * compute.products,
-        attention=m * compute.attention,
-        elementwise=m * compute.elementwise,
-        launches=m * (busy - compute.card),
-        tensor=m * (n * tensor + (gathered if slowest == run.pp - 1 else 0.0)),
-        context=m * n * context,
-        experts=m * n * experts,
+        products=m * stages.compute.products,
+        attention=m * stages.compute.attention,
+        elementwise=m * stages.compute.elementwise,
+        launches=m * (busy - stages.compute.card),
+        tensor=m * (n * sent.tensor + (sent.logits if stages.slowest == run.pp - 1 else 0.0)),
+        context=m * n * sent.context,
+        experts=m * n * sent.experts,
         pipeline=passed,
         bubble=bubble,
-        data=sent,
+        data=exposed,
         update=known.update,
         data_sent=data.sent,
         data_exposed=data.exposed,
         data_maybe_exposed=data.maybe_exposed,
-        layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
-               "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
+        layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather, "reduce": data.reduce,
+               "tensor": sent.tensor, "context": sent.context, "experts": sent.experts},
         scale=lost,
         mfu=time.utilisation(counted.model, run, gpu, seconds + lost),
     )  # fmt: skip
+
+
+class _Sent(NamedTuple):
+    """Seconds of a micro-batch's communication that computation does not hide: in each layer, to gather the logits,
+    and between two stages of the pipeline."""
+
+    tensor: float
+    context: float
+    experts: float
+    logits: float
+    pipeline: float
+
+    @property
+    def within(self) -> float:
+        return self.tensor + self.context + self.experts
+
+
+def _sent(
+    spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels, attention: float,
+    overlap: tuple[str, ...], traced: bool,
+) -> _Sent:  # fmt: skip
+    """Return the communication of a rank whose layer computes attention for `attention` seconds in a step. Passes that
+    were `traced` include merging the results of ring attention."""
+    tensor = _tensor(spec, run, cluster, gpu_kernels, "tensor" in overlap)
+    if stack_of(run).tp_comm_overlap:
+        tensor /= run.tp  # sent in tp pieces, each during the matmul of another: only the first is exposed
+    context = _context(spec, run, cluster, gpu_kernels, attention / run.accumulation)
+    if not traced:
+        context += _merged(spec, run, gpu_kernels)
+    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, gpu_kernels) if run.ep > 1 else 0.0
+    return _Sent(tensor, context, experts, _logits(spec, run, cluster, gpu_kernels),
+                 _sends(spec, run, cluster, gpu_kernels))  # fmt: skip
+
+
+class _Stages(NamedTuple):
+    """The seconds of a micro-batch in each pipeline stage; which one is slowest, its layers and its computation."""
+
+    seconds: list[float]
+    slowest: int
+    layers: int
+    compute: _Layer
+
+    @property
+    def longest(self) -> float:
+        return self.seconds[self.slowest]
+
+
+def _stages(layers: Sequence[int], block: _Layer, head: _Layer, micro_batches: int, sent: _Sent) -> _Stages:
+    """Return the stages with so many `layers`. Those with equally many need the same time, except the last one, which
+    also has the head."""
+    alike = {n: _stage(n, block, NOTHING, micro_batches) for n in set(layers[:-1])}
+    last = _stage(layers[-1], block, head, micro_batches)
+    times = {n: stage.seconds + n * sent.within for n, stage in alike.items()}
+    seconds = [*[times[n] for n in layers[:-1]], last.seconds + layers[-1] * sent.within + sent.logits]
+    slowest = seconds.index(max(seconds))
+    n = layers[slowest]
+    return _Stages(seconds, slowest, n, last if slowest == len(layers) - 1 else alike[n])
 
 
 def _stage(layers: int, block: _Layer, head: _Layer, micro_batches: int) -> _Layer:
