@@ -136,14 +136,8 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
         traced = traced._replace(passes=_with_python(spec, run, gpu_kernels, shapes, traced))
     try:
         known = computation(spec, run, card, traced)
-        if known.passes is None:
-            reason = f"the {card.name} has no {peak_dtype(run)} units"
-            return Timing(notes=(Note("time-unknown", f"The step time is unknown: {reason}."),))
         on_host = waiting(spec, run, card, known.passes.seconds) if run.offload else Waiting(0.0, 0.0, 0.0)
-        if run.world_size == 1:
-            parts = _on_one(spec, run, known, known.passes)
-        else:
-            parts = _on_several(spec, run, card, cluster, traced, known)
+        parts = _on_one(spec, run, known) if run.world_size == 1 else _on_several(spec, run, card, cluster, known)
     except NotAvailable as error:
         return Timing(notes=(Note("time-unknown", f"The step time is unknown: {error}."),))
     seconds = sum(parts.seconds.values())
@@ -294,9 +288,10 @@ def _hosts_apart() -> float:
     return max(times) / min(times)
 
 
-def _on_one(spec: ModelSpec, run: Training, known: Computation, passed: Passes) -> _Parts:
+def _on_one(spec: ModelSpec, run: Training, known: Computation) -> _Parts:
     """Return the parts of a step on one device; those that take no time are left out. A layer's forward and backward
     computation is an equal share of the passes, including the head and the loss."""
+    passed = known.passes
     times = {
         "products": sum(passed.products.values()),
         "attention": passed.attention,
@@ -311,12 +306,12 @@ def _on_one(spec: ModelSpec, run: Training, known: Computation, passed: Passes) 
 
 
 def _on_several(
-    spec: ModelSpec, run: Training, card: GPU, cluster: Cluster | None, traced: Traced | None, known: Computation
+    spec: ModelSpec, run: Training, card: GPU, cluster: Cluster | None, known: Computation
 ) -> _Parts:  # fmt: skip
     """Return the parts of a step on several GPUs, and what other nodes and networks change."""
     nodes = cluster or _usual_nodes(card)
     rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
-    on = partial(step, spec, run, card, traced=traced, known=known)
+    on = partial(step, spec, run, card, known=known)
     terms = on(nodes)
     longest = terms.seconds + terms.data_maybe_exposed
     faster, slower, held_up, few_adapters = 1.0, 1.0, 1.0, None
