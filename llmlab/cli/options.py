@@ -52,6 +52,18 @@ def spec_options() -> list[click.Option]:
     return list(options.values())
 
 
+def picture_file(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
+    """Return the name of a picture to be written; a click callback. Raises SpecError, before any work is done, for
+    another format than those of the help, and for a folder that does not exist."""
+    if name is None:
+        return None
+    if Path(name).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise SpecError(f"{option.opts[0]} {name}: the name of a picture ends in .png, .svg or .pdf")
+    if not Path(name).parent.is_dir():
+        raise SpecError(f"{option.opts[0]} {name}: there is no folder {Path(name).parent}; make it first")
+    return name
+
+
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 

@@ -21,6 +21,7 @@ from ..base.units import GiB, show_bytes
 from ..hardware.gpu import assumed_memory
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import GPUS_PER_NODE
+from .options import picture_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +61,8 @@ OPTIONS = (
     click.option("--out", metavar="DIR",
                  help="Write the script's files to this folder; default: a temporary folder, deleted at the end."),
     click.option("--snapshot", metavar="FILE", help="Write a memory snapshot for https://pytorch.org/memory_viz."),
-    click.option("--timeline", metavar="FILE", help="Plot the memory over time into FILE: .png, .svg or .pdf."),
+    click.option("--timeline", metavar="FILE", callback=picture_file,
+                 help="Plot the memory over time into FILE: .png, .svg or .pdf."),
     click.option("--roomy", is_flag=True, hidden=True),
     click.option("--json", "as_json", is_flag=True, help="Print JSON; the script's own output goes to stderr."),
 )  # fmt: skip

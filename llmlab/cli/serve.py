@@ -19,6 +19,7 @@ from ..hardware.gpu import gpu as find_gpu
 from ..hardware.gpu import gpus as all_gpus
 from ..serving.service import HELP, Service
 from ..specs.model import model as find_model
+from .options import picture_file
 
 if TYPE_CHECKING:
     from ..serving.report import ServingReport
@@ -40,14 +41,16 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
                   "TTFT and TPOT within these limits, for example ttft=1s,tpot=30ms.")
     @click.option("--frontier", is_flag=True, help="Print latency and throughput for 1, 2, 4, ... users, as far as "
                   "the cache holds their requests.")
+    @click.option("--plot", metavar="FILE", callback=picture_file,
+                  help="Draw the points of --frontier into FILE: .png, .svg or .pdf.")
     @click.option("--users", type=int, metavar="N",
                   help="Print how many tokens each of N users can have in the cache, and the smallest "
                   "--gpu-memory-utilization for N requests of --prompt-len plus --output-len tokens.")
     @click.option("--launch", is_flag=True, help="Print the command that starts the server.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes and times in seconds.")
     def serve(
-        model: str, gpu: str | None, slo: str | None, frontier: bool, users: int | None, launch: bool, as_json: bool,
-        **given: Any,
+        model: str, gpu: str | None, slo: str | None, frontier: bool, plot: str | None, users: int | None, launch: bool,
+        as_json: bool, **given: Any,
     ) -> int:
         """Predict memory, latency, throughput and price of a served model.
 
@@ -59,6 +62,8 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         if "tp" not in options and count % stages:
             raise SpecError(f"--pp {stages} does not divide the {count} GPUs of --gpu; give a divisor, or --tp as well")
         service = Service(**{"tp": count // stages, **options})
+        if plot and not frontier:
+            raise SpecError(f"--plot {plot} draws the points of --frontier; give --frontier as well")
         if slo is not None:
             return _sized(show, model, service, name, slo, as_json)
         if name is None:
@@ -78,6 +83,10 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
             from ..serving.sizing import frontier_table
 
             points = points_of(find_model(model), service, find_gpu(name))
+            if points and plot:
+                from ..plots.frontier import plot_frontier
+
+                plot_frontier({f"{service.gpus} × {find_gpu(name).name}": points}).savefig(plot)
             if points or as_json:
                 show(_dump([asdict(point) for point in points]) if as_json else frontier_table(points))
                 return 0 if points else 1

@@ -393,6 +393,7 @@ def test_a_snapshot_and_a_picture(script, tmp_path):
         ([], "no script"),
         (["--gpu", "T5", "train.py"], "unknown GPU"),
         (["--steps", "0", "train.py"], "steps=0 is not a whole number"),
+        (["--timeline", "memory.txt", "train.py"], "ends in .png, .svg or .pdf"),
         (["--max-gib", "-1", "train.py"], "the memory limit is"),
         (["--max-gib", "99", "train.py"], "the memory limit is 99.00 GiB"),
         (["--world-size", "2", "--nodes", "2", "train.py"], "--world-size already sets"),

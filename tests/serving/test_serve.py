@@ -280,6 +280,9 @@ def test_heads_on_more_gpus_than_there_are_are_copied():
         (["--gpu", "H100", "--draft", "nobody/nothing", "--acceptance", "0.7"], 2, "nobody/nothing"),
         (["--gpu", "T4"], 1, "Out of memory"),
         (["--gpu", "H100", "--frontier"], 0, "tokens/s per user"),
+        (["--gpu", "H100", "--plot", "frontier.svg"], 2, "give --frontier as well"),
+        (["--gpu", "H100", "--frontier", "--plot", "frontier.doc"], 2, "ends in .png, .svg or .pdf"),
+        (["--gpu", "H100", "--frontier", "--plot", "nowhere/frontier.svg"], 2, "there is no folder nowhere"),
         (["--gpu", "H100", "--users", "10"], 0, "Each of 10 users can have"),
         (["--gpu", "H100", "--users", "0"], 2, "give 1 or more"),
         (["--gpu", "8xH200", "--launch", "--kv", "fp8"], 0, "--tensor-parallel-size 8"),
@@ -427,3 +430,16 @@ def test_launch_lines_have_stages_and_drafts(engine):
     assert draft in launch_line("m", replace(DRAFTED, engine=engine, draft="eagle3:a/b"))
     with pytest.raises(SpecError, match="names no checkpoint"):
         launch_line("m", replace(DRAFTED, engine=engine))
+
+
+def test_the_frontier_is_drawn_with_the_numbers_of_its_table(tmp_path):
+    plots = pytest.importorskip("llmlab.plots.frontier")
+    picture = tmp_path / "frontier.png"
+    words = ["serve", "meta-llama/Llama-3.1-8B", "--gpu", "2xH100", "--frontier", "--plot", str(picture)]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    points = frontier(LLAMA, lab.Service(tp=2), H100)
+    (axes,) = plots.plot_frontier({"2 × H100": points}).axes
+    (line,) = axes.get_lines()
+    assert list(line.get_xdata()) == [1 / point.tpot for point in points]
+    assert list(line.get_ydata()) == [point.tokens_per_second / 2 for point in points]

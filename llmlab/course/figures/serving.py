@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from matplotlib.ticker import FixedLocator, NullLocator
-
-from ...plots.canvas import FAINT, INK, MUTED, PALETTE, SMALL, WHITE, Picture, new_picture, number_axes, styled
-from ...plots.curve import LINES, MARKERS
+from ...plots.canvas import FAINT, INK, MUTED, PALETTE, WHITE, Picture
 from ...plots.schematic import box, finished, grid, label, link, sketch, strip
 
 LEFT, RIGHT = 12, 388  # pixels
@@ -50,41 +47,6 @@ def plot_request(wait: float, prefill: float, gaps: Sequence[float], late: int) 
             ax.plot((edge, edge), (y - 5, y + 5), color=INK, linewidth=1.5)
         label(ax, begin if align == "left" else (begin + end) / 2, y + 16, words, align)
     return finished(picture, f"A request waits {1e3 * wait:.0f} ms. {'. '.join(words for *_, words, _ in spans)}.")
-
-
-@styled()
-def plot_frontier(
-    curves: Mapping[str, Sequence[tuple[float, float, int]]], least: float, names: Sequence[int] = (1, 64, 256)
-) -> Picture:
-    """Return a picture of tokens per second of a user against those of a GPU, a line for each GPU.
-
-    A point is (tokens per second of a user, of the GPU, number of users). The points of the first line whose number is
-    in `names` are labelled. The service level requires `least` tokens per second of a user, and the area left of it is
-    too slow.
-    """
-    picture, (ax,) = new_picture(4.4, width=4.0)
-    for number, (name, points) in enumerate(curves.items()):
-        speeds, rates, _ = zip(*points, strict=True)
-        ax.plot(speeds, rates, color=LINES[number], marker=MARKERS[number], markersize=5, linewidth=2, label=name)
-        for speed, rate, count in points:
-            if number == 0 and count in names:
-                words = f"{count} users" if count > 1 else "1 user"
-                ax.annotate(words, (speed, rate), xytext=(-5, -4), textcoords="offset points", size=SMALL, ha="right",
-                            va="top")  # fmt: skip
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.axvspan(ax.get_xlim()[0], least, color=FAINT, alpha=0.45, linewidth=0)
-    ax.set_xlim(ax.get_xlim()[0] * 0.8, None)
-    ax.xaxis.set_major_locator(FixedLocator([10, 20, 50, 100, 200, 400]))
-    ax.yaxis.set_major_locator(FixedLocator([100, 200, 500, 1000, 2000, 5000, 10000, 20000]))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_minor_locator(NullLocator())
-    number_axes(ax, "tokens/s of a user (1 / TPOT)", "tokens/s of a GPU")
-    picture.legend(loc="outside lower center", ncols=2)
-    end_texts = [f"{name}: {points[-1][1]:,.0f} tokens/s with {points[-1][2]} users" for name, points in curves.items()]
-    level = f"{least:.0f} tokens/s are asked for"
-    picture.alt = f"Throughput of a GPU against the speed of a user; {level}. {'; '.join(end_texts)}."
-    return picture
 
 
 def plot_slots(
