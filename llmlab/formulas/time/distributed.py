@@ -109,17 +109,17 @@ class _Layer(NamedTuple):
     host: float = 0.0
 
     @property
-    def card(self) -> float:
+    def gpu(self) -> float:
         return self.products + self.attention + self.elementwise
 
     @property
     def seconds(self) -> float:
-        return max(self.card, self.host)
+        return max(self.gpu, self.host)
 
     def parts(self, micro_batches: int) -> dict[str, float]:
         """Return the seconds of several micro-batches by part, with those in which the GPU waits for its host."""
         parts = {"products": self.products, "attention": self.attention, "elementwise": self.elementwise,
-                 "launches": self.seconds - self.card}  # fmt: skip
+                 "launches": self.seconds - self.gpu}  # fmt: skip
         return {name: micro_batches * seconds for name, seconds in parts.items()}
 
 
@@ -142,13 +142,13 @@ class Computation(NamedTuple):
     traced: bool
 
 
-def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced | None = None) -> Computation:
-    """Return the computation of a rank in a step. Raises NotAvailable if `card` has no units for the dtype."""
-    counted = flops(spec, run, card)
-    passes = traced.passes if traced else time.passes(spec, run, card)
+def computation(spec: ModelSpec, run: Training, gpu: GPU, traced: time.Traced | None = None) -> Computation:
+    """Return the computation of a rank in a step. Raises NotAvailable if `gpu` has no units for the dtype."""
+    counted = flops(spec, run, gpu)
+    passes = traced.passes if traced else time.passes(spec, run, gpu)
     if passes is None:
-        raise NotAvailable(f"the {card.name} has no {time.peak_dtype(run)} units")
-    update = time.update_after(spec, run, kernels(card), passes, traced.update if traced else None)
+        raise NotAvailable(f"the {gpu.name} has no {time.peak_dtype(run)} units")
+    update = time.update_after(spec, run, kernels(gpu), passes, traced.update if traced else None)
     head = passes.products.get("head", 0.0)
     # The last stage has all of the head and the loss.
     products, loss = head * run.pp, passes.loss
@@ -167,7 +167,7 @@ def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced |
 def step(
     model: ModelLike,
     run: Training,
-    card: GPU | str,
+    gpu: GPU | str,
     cluster: Cluster,
     overlap: tuple[str, ...] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -183,7 +183,7 @@ def step(
     the result of `computation` for the same run, for steps on several clusters. Raises SpecError for settings that
     contradict each other, and NotAvailable if the GPU has no units for the dtype, or if no link is known.
     """
-    spec, gpu = find_model(model), find_gpu(card)
+    spec, gpu = find_model(model), find_gpu(gpu)
     if known is None:  # otherwise the run has been checked before
         check(spec, run, gpu)
     overlap = stack_of(run).overlap(run) if overlap is None else overlap

@@ -74,11 +74,11 @@ class Timing:
 
 
 def timing(
-    spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None = None, traced: Traced | None = None
+    spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None = None, traced: Traced | None = None
 ) -> Timing:
-    """Return the time of a step of `run` on `card`, or of a generation, which has `seconds` only. The passes and the
+    """Return the time of a step of `run` on `gpu`, or of a generation, which has `seconds` only. The passes and the
     update of a `traced` step replace those of the formulas, which still count its communication."""
-    result = _timing(spec, run, card, cluster, traced)
+    result = _timing(spec, run, gpu, cluster, traced)
     return result if traced else replace(result, notes=(*result.notes, *uncounted(spec, run)))
 
 
@@ -123,21 +123,21 @@ class _Parts(NamedTuple):
             yield Note("slower-communication", f"A step can take {self.held_up:.1f} times as long: {self.why}.")
 
 
-def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None, traced: Traced | None) -> Timing:
-    if card is None:
+def _timing(spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None, traced: Traced | None) -> Timing:
+    if gpu is None:
         return Timing()
-    if card.by_memory:
-        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {card.name} names no GPU model."),))
+    if gpu.by_memory:
+        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {gpu.name} names no GPU model."),))
     if not isinstance(run, Training):
-        return Timing(step_seconds(spec, run, card))
-    gpu_kernels = kernels(card)
+        return Timing(step_seconds(spec, run, gpu))
+    gpu_kernels = kernels(gpu)
     shapes = outside(spec, run, gpu_kernels)
     if traced:
         traced = traced._replace(passes=_with_python(spec, run, gpu_kernels, shapes, traced))
     try:
-        known = computation(spec, run, card, traced)
-        on_host = waiting(spec, run, card, known.passes.seconds) if run.offload else Waiting(0.0, 0.0, 0.0)
-        parts = _on_one(spec, run, known) if run.world_size == 1 else _on_several(spec, run, card, cluster, known)
+        known = computation(spec, run, gpu, traced)
+        on_host = waiting(spec, run, gpu, known.passes.seconds) if run.offload else Waiting(0.0, 0.0, 0.0)
+        parts = _on_one(spec, run, known) if run.world_size == 1 else _on_several(spec, run, gpu, cluster, known)
     except NotAvailable as error:
         return Timing(notes=(Note("time-unknown", f"The step time is unknown: {error}."),))
     seconds = sum(parts.seconds.values())
@@ -154,7 +154,7 @@ def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
     longest = factor * (rest + parts.unnamed) + on_host.most + engine
     if parts.few_adapters:
         longest = max(longest, parts.few_adapters[1])
-    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
+    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, gpu), gpu)
     slower = gpu_kernels.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources, notes = _sources(run, gpu_kernels, parts.seconds, kernel, slower, shapes), parts.notes(run, factor, spread)
     other, older = _older_attention(spec, run, gpu_kernels, kernel, parts.seconds.get("attention", 0.0))
@@ -181,7 +181,7 @@ def _with_python(spec: ModelSpec, run: Training, gpu_kernels: Kernels, shapes: O
     host = traced.passes.host + (0.0 if gpu_kernels.kind == "fitted" else python_seconds(spec, run))
     if hook_seconds(spec, run, gpu_kernels.host) or stack_of(run).own_kernels:
         host = max(host, host_seconds(spec, run, gpu_kernels.host) + host_waits(run, traced.passes))
-    host = max(host, traced.passes.card + traced.waited)  # the GPU may wait in a part of the passes only
+    host = max(host, traced.passes.gpu + traced.waited)  # the GPU may wait in a part of the passes only
     products = dict(traced.passes.products)
     if shapes.maybe_less_s:
         products["head"] = products.get("head", 0.0) + shapes.maybe_less_s
@@ -296,7 +296,7 @@ def _on_one(spec: ModelSpec, run: Training, known: Computation) -> _Parts:
         "products": sum(passed.products.values()),
         "attention": passed.attention,
         "elementwise": passed.elementwise + passed.loss,
-        "launches": passed.seconds - passed.card,
+        "launches": passed.seconds - passed.gpu,
         "offload" if run.offload else "optimizer": known.update,
     }
     parts = {name: value for name, value in times.items() if value}
@@ -306,12 +306,12 @@ def _on_one(spec: ModelSpec, run: Training, known: Computation) -> _Parts:
 
 
 def _on_several(
-    spec: ModelSpec, run: Training, card: GPU, cluster: Cluster | None, known: Computation
+    spec: ModelSpec, run: Training, gpu: GPU, cluster: Cluster | None, known: Computation
 ) -> _Parts:  # fmt: skip
     """Return the parts of a step on several GPUs, and what other nodes and networks change."""
-    nodes = cluster or _usual_nodes(card)
-    rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
-    on = partial(step, spec, run, card, known=known)
+    nodes = cluster or _usual_nodes(gpu)
+    rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), gpu.peer_access)
+    on = partial(step, spec, run, gpu, known=known)
     terms = on(nodes)
     longest = terms.seconds + terms.data_maybe_exposed
     faster, slower, held_up, few_adapters = 1.0, 1.0, 1.0, None
@@ -377,7 +377,7 @@ def _sources(
             texts["products"] += f"; {min(1.0, share):.0%} of it extrapolated beyond the measured sizes"
         if (share := shapes.misaligned_s / parts["products"]) > LITTLE:
             rows = f"on rows that are no multiple of {ALIGNED}"
-            timed, times = misaligned_factor(gpu_kernels.card)
+            timed, times = misaligned_factor(gpu_kernels.gpu)
             take = "which take" if timed else "which may take"
             texts["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {times:.0f} times as long"
     if "attention" not in texts or not gpu_kernels.table:
