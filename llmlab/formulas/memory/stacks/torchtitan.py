@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ....base.errors import NotAvailable
-from ....base.terms import FP8, Checkpointing
+from ....base.terms import FP8
 from ....specs.stacks import Torchtitan
 from ..fsdp import own_unit
 from ..share import Share
@@ -306,28 +304,17 @@ def _table(positions: str, times: float) -> Kept:
     return Kept(f"rotation: cosines and sines at {positions} positions", "q, k, v", "D", "product", "whole", times)
 
 
-@dataclass(frozen=True)
 class Graph:
     """A rank's compiled block."""
 
-    share: Share
-
-    @property
-    def recomputes(self) -> Checkpointing | None:
-        """The checkpointing of the block with which the backward pass begins. If one of several blocks is recomputed,
-        this block is."""
-        return "full" if Torchtitan.of(self.share.run).recomputes_one_in else self.share.run.checkpointing
-
-    @property
-    def several(self) -> bool:
-        """Whether there are several sequences, for which Inductor compiles another graph."""
-        return self.share.run.micro_batch > 1
-
-    @property
-    def narrow(self) -> bool:
-        """Whether a rank's part of the MLP is narrower than h. With tensor parallelism, as simulations show, only then
-        does the graph for several sequences differ."""
-        return self.several and self.share.spec.intermediate < self.share.run.tp * self.share.spec.hidden
+    def __init__(self, share: Share) -> None:
+        self.share, run = share, share.run
+        # If one of several blocks is recomputed, the last one is, with which the backward pass begins.
+        self.recomputes = "full" if Torchtitan.of(run).recomputes_one_in else run.checkpointing
+        # Inductor compiles another graph for several sequences. With tensor parallelism it does so, as simulations
+        # show, if a rank's part of the MLP is narrower than h.
+        self.several = run.micro_batch > 1
+        self.narrow = self.several and share.spec.intermediate < run.tp * share.spec.hidden
 
     def fp8_highest(self, recipe: FP8) -> Height:
         """Return the peak of the MLP's backward pass in fp8."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ....specs.run import Training, stack_of
 from ....specs.stacks import Torchtune
 from ..segments import granted
@@ -19,7 +17,6 @@ CHUNK = 1 << 20  # elements whose nearest codes are computed together (the same,
 
 
 STREAM = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
-# Variables of the MLP's forward() refer to its input and output.
 W2_INPUT = Kept("w2's input", "temporaries", "f", "product", "heads")
 W2_OUTPUT = Kept("w2's output", "temporaries", "h", "product", "tokens")
 
@@ -27,7 +24,7 @@ W2_OUTPUT = Kept("w2's output", "temporaries", "h", "product", "tokens")
 def block(share: Share) -> Block:
     """Return the description of the block that torchtune trains."""
     spec, run = share.spec, share.run
-    tuned = Tuned(share, frozenset(linear.name for linear in adapted(spec, run)))
+    tuned = Tuned(share)
     saved = tuned.saved()
     return Block(
         source="https://github.com/pytorch/torchtune/blob/v0.6.1/torchtune/modules/transformer.py",
@@ -50,38 +47,21 @@ def block(share: Share) -> Block:
     )
 
 
-@dataclass(frozen=True)
 class Tuned:
-    """A rank's block, and the layers in it that have an adapter. Compiled blocks include NF4Tensor's operators
-    (training/_compile.py, compile_model)."""
+    """A rank's block: what of it is trained. Compiled blocks include NF4Tensor's operators (training/_compile.py,
+    compile_model)."""
 
-    share: Share
-    adapters: frozenset[str]
-
-    @property
-    def trained(self) -> bool:
-        return self.share.run.lora is None
-
-    @property
-    def dropout(self) -> bool:
-        lora = self.share.run.lora
-        return lora is not None and lora.dropout > 0
-
-    @property
-    def mlp_adapters(self) -> bool:
-        return "gate_proj" in self.adapters
-
-    @property
-    def wet(self) -> bool:
-        """Whether an adapter of w2 reads another tensor than w2, while w2's input and output still exist."""
-        return self.mlp_adapters and self.dropout
-
-    @property
-    def named(self) -> tuple[Kept, ...]:
-        """The tensors to which variables of the layer's and the MLP's forward() refer at the end of the MLP."""
-        inputs = Kept("attn_out, h, the MLP's input", "temporaries", "h", "product", "tokens",
-                      3 - (self.mlp_adapters and not self.dropout))  # fmt: skip
-        return inputs, W2_INPUT
+    def __init__(self, share: Share) -> None:
+        spec, lora = share.spec, share.run.lora
+        self.share, self.adapters = share, {linear.name for linear in adapted(spec, share.run)}
+        self.trained, self.dropout = lora is None, lora is not None and lora.dropout > 0
+        self.mlp_adapters = "gate_proj" in self.adapters
+        # An adapter of w2 reads another tensor than w2, while w2's input and output still exist.
+        self.wet = self.mlp_adapters and self.dropout
+        self.elements = {linear.name: linear.inputs * linear.outputs for linear in spec.block_linears}
+        # At the end of the MLP, variables of the layer's and of the MLP's forward() refer to these tensors.
+        self.named = (Kept("attn_out, h, the MLP's input", "temporaries", "h", "product", "tokens",
+                           3 - (self.mlp_adapters and not self.dropout)), W2_INPUT)  # fmt: skip
 
     def weights(self, *linears: str) -> tuple[Kept, ...]:
         """Return the lines of dequantized weights. A graph contains LinearNF4's operators of both passes and
@@ -89,11 +69,8 @@ class Tuned:
         (torch/_functorch/partitioners.py, fx_graph_cse and should_ban_recomputation)."""
         if not (self.share.run.compile and self.share.run.quantization):
             return ()
-        times = sum(self._elements(name) for name in linears) / self.share.tokens
+        times = sum(self.elements[name] for name in linears) / self.share.tokens
         return (Kept(f"{', '.join(linears)}: dequantized", "linear weights", "1", "product", "whole", times),)
-
-    def _elements(self, name: str) -> int:
-        return next(row.inputs * row.outputs for row in self.share.spec.block_linears if row.name == name)
 
     def saved(self) -> tuple[Kept, ...]:
         """Return the lines of the tensors that autograd saves."""
@@ -148,7 +125,7 @@ class Tuned:
         )
         quantized = [
             Height(gone, (*around, *beside, Kept(f"{name}: dequantized", "temporaries", "1", "byte", "whole",
-                                                 DEQUANTIZING * self._elements(name) / tokens)))
+                                                 DEQUANTIZING * self.elements[name] / tokens)))
             for gone, name, beside in dequantizing if run.quantization
         ]  # fmt: skip
         again = [Height((), (*around, *recomputed, W2_OUTPUT))] if self.wet and run.checkpointing else []
