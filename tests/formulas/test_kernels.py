@@ -20,8 +20,8 @@ from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import fused_block, moved
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.host import small_kernels, written
-from llmlab.formulas.time.kernels import BACKWARD, copy_share, kernels, training_rates
 from llmlab.formulas.time.kernels import _cast_seconds as cast_seconds
+from llmlab.formulas.time.kernels import copy_share, kernels, training_rates
 from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, outside, passes
 from llmlab.hardware.kernel_tables import kernel_table
@@ -207,7 +207,6 @@ def test_flash_attention_2_takes_what_its_author_measured(card, head_size):
         forward = found.attention(batch, heads, length, head_size, "flash", "bf16")
         rate = flop / (forward * (1 + found.backward("flash")))
         assert rate == pytest.approx(published[f"FlashAttention-2, {name}"], rel=0.01 if card[0] == "H" else 0.04)
-    assert pytest.approx(2.9, abs=0.01) == BACKWARD
 
 
 @pytest.mark.parametrize("card", ["B200", "GB200", "B300"])
