@@ -132,12 +132,11 @@ def reports(gpu: str = GPU) -> dict[str, Report]:
     return {chapter: estimated(MODEL, run, gpu) for chapter, run in jobs().items()}
 
 
-def plot_ladder(chapter: str, gpu: str = "") -> Picture:
+def plot_ladder(chapter: str) -> Picture:
     """Return a drawing of the job up to `chapter`: the peak memory of a GPU against the memory that it has, and the
-    speed. In part one this is the time per update, in part two the tokens per second per GPU. `gpu` replaces the
-    GPU of all rungs."""
+    speed. In part one this is the time per update, in part two the tokens per second per GPU."""
     every = states(chapter)
-    drawn = [(state, estimated(state.model, state.run, gpu or state.gpu)) for state in every]
+    drawn = [(state, estimated(state.model, state.run, state.gpu)) for state in every]
     last = max(place for place, state in enumerate(every) if state.rung.chapter == chapter)
     models, gpus = (list(dict.fromkeys(names)) for names in zip(
         *[(state.model.rpartition("/")[2], report.gpu or "") for state, report in drawn[: last + 1]], strict=True
