@@ -174,11 +174,13 @@ def _by_liger(share: Share) -> LossBytes:
     """Return the bytes around Liger's loss, which never has the logits of all tokens. After it, the gradient of the
     head's weight counts as the head's."""
     spec, run, c = share.spec, share.run, share.bytes.compute
-    chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp
+    rows = loss_chunk(spec, share.tokens)
+    chunk = rows * spec.vocab * (c + 4) // run.tp
     elements = 0 if run.lora else spec.vocab * spec.hidden // run.tp
     weight_gradient = elements * share.bytes.gradients
-    if adds_apart(share.gpu):
-        chunk += elements * (c + 4 if c < 4 else 4)
+    # Autocast caches a cast of the weight, but not that of its transpose, which each chunk's logits need.
+    cast_again = c if share.autocast and rows < share.tokens else 0
+    chunk += elements * max(cast_again, (c + 4 if c < 4 else 4) if adds_apart(share.gpu) else 0)
     return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
 
 
