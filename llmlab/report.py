@@ -200,13 +200,6 @@ class Report(Tabular):
         ]
         return str(Table(("", *parts, "all"), rows, f"{self.title}, the peak by module, MiB"))
 
-    def time_table(self) -> str:
-        """Return what the time of a step is made of, and where each rate is from, as a printed table."""
-        if not self.time:
-            return f"{self.title}: the time is not divided; lab.estimate(model, run, gpu) does that"
-        rows = [(part, show_seconds(value), self.time_sources.get(part, "")) for part, value in self.time.items()]
-        return str(Table(("", "seconds", "from"), rows, f"{self.title}, {show_seconds(self.step_seconds)} per step"))
-
     def __repr__(self) -> str:
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"
 

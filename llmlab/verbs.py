@@ -105,13 +105,13 @@ def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
     from .traces.explain import explained
     from .traces.store import has_trace
 
-    spec, card = find_model(model), find_gpu(gpu)
-    checked = check(spec, run, card)
+    spec, gpu = find_model(model), find_gpu(gpu)
+    checked = check(spec, run, gpu)
     if not has_trace(checked):
         raise NotAvailable("explain derives the formula of an eager training step of transformers, without offload, "
                            "pp, zero=1 and fp8; leave out these options, or ask lab.simulate")  # fmt: skip
     need_packages("deriving a formula", "torch", "transformers")
-    trace = trace_of(spec, checked, card)
+    trace = trace_of(spec, checked, gpu)
     if trace is None:
         sizes = f"{run.micro_batch} × {run.seq_len} tokens"
         raise NotAvailable(f"a step of {spec.name} at {sizes} has no formula, because it runs different operators at "
@@ -230,13 +230,13 @@ def compare(
                 "stacks= compares predictions of a training step; give a lab.Training and leave out measure"
             )
         return _across(model, run, gpu or host().gpu or "cpu", cluster, stacks)
-    card = (host().gpu or "cpu") if gpu is None else gpu
+    device = (host().gpu or "cpu") if gpu is None else gpu
     if measure:
         if gpu is not None:
             raise SpecError(f"measure=True with gpu={gpu!r}: this machine is what is measured; give one of the two")
-        return Comparison((*_predicted(model, run, card, cluster), _measured(model, run)))
-    newest = {report.source: report for report in reversed(records(model, run, card))}
-    return Comparison((*_predicted(model, run, card, cluster), *newest.values()))
+        return Comparison((*_predicted(model, run, device, cluster), _measured(model, run)))
+    newest = {report.source: report for report in reversed(records(model, run, device))}
+    return Comparison((*_predicted(model, run, device, cluster), *newest.values()))
 
 
 def _across(

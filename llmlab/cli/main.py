@@ -131,10 +131,10 @@ def estimate(context: click.Context, vs: str | None, lengths: str | None, as_jso
 
 
 def _estimated(context: click.Context) -> Report:
-    return verbs.estimate(context.params["model"], run_from(context), _card(context), cluster_from(context))
+    return verbs.estimate(context.params["model"], run_from(context), _device(context), cluster_from(context))
 
 
-def _card(context: click.Context) -> GPU | str | None:
+def _device(context: click.Context) -> GPU | str | None:
     name, power = context.params["gpu"], context.params["power"]
     if power is not None and name is None:
         raise SpecError("--power needs --gpu; name the GPU that has this power limit")
@@ -149,7 +149,7 @@ def _of_lengths(context: click.Context, file: str, as_json: bool) -> int:
         raise SpecError("--lengths is for training steps; leave out the options of generation")
     if context.get_parameter_source("seq_len") is ParameterSource.COMMANDLINE:
         raise SpecError("--lengths and --seq-len both say how long sequences are; leave out one of them")
-    lengths = padded(context.params["model"], run, _card(context), read_lengths(file), cluster_from(context))
+    lengths = padded(context.params["model"], run, _device(context), read_lengths(file), cluster_from(context))
     _print(_dump(lengths.to_dict()) if as_json else lengths)
     return EXIT[lengths.worst.outcome]
 
@@ -259,16 +259,16 @@ def _list(entries: Any, table: Table | Tabular, as_json: bool) -> int:
 @_json
 def gpus(as_json: bool) -> int:
     """List the GPUs: memory, bandwidth, peak FLOP/s."""
-    cards = hardware.gpus()
+    gpus = hardware.gpus()
     rows = []
-    for gpu in cards:
+    for gpu in gpus:
         peaks = ["–" if (peak := gpu.peak(dtype)) is None else f"{peak / 1e12:,.4g}" for dtype in DTYPES]
         capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "–"
         rows.append((gpu.name, f"{gpu.memory / GiB:.2f}", f"{gpu.bandwidth / GB:,.0f}", *peaks, capability))
     header = ("name", "GiB", "GB/s", *DTYPES, "capability")
     units = "Memory is in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s. "
     table = Table(header, rows, footer=units + "A dash means that the GPU has none, or that it is unknown.")
-    return _list([asdict(gpu) for gpu in cards], table, as_json)
+    return _list([asdict(gpu) for gpu in gpus], table, as_json)
 
 
 @cli.command()

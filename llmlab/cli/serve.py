@@ -119,9 +119,9 @@ def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as
 
     if users < 1:
         raise SpecError(f"--users {users}: give 1 or more")
-    spec, card = find_model(model), find_gpu(gpu)
-    tokens = longest_context(spec, service, card, users)
-    share = None if service.engine == "llama.cpp" else least_utilization(spec, service, card, users)
+    spec, device = find_model(model), find_gpu(gpu)
+    tokens = longest_context(spec, service, device, users)
+    share = None if service.engine == "llama.cpp" else least_utilization(spec, service, device, users)
     if as_json:
         show(_dump({"longest_context": tokens, "gpu_memory_utilization": share}))
     else:
@@ -129,7 +129,7 @@ def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as
         if service.engine == "llama.cpp":
             show(f"{words} with all layers, or --n-gpu-layers of them, on the GPU.")
             return 0 if tokens else 1
-        least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than a {card.name} has"
+        least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than a {device.name} has"
         show(f"{words}. Requests of {service.prompt_len + service.output_len:,} tokens need {least}.")
     return 0 if tokens else 1
 
@@ -144,34 +144,34 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
     if sorted(name for name, _ in pairs) != ["tpot", "ttft"]:
         raise SpecError(f"--slo {slo}: give both, and each once, for example ttft=1s,tpot=30ms")
     limits = dict(pairs)
-    cards = [find_gpu(gpu)] if gpu else [card for card in map(find_gpu, all_gpus()) if engine_kernels(card).measured]
-    options = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], cards)
+    devices = [find_gpu(gpu)] if gpu else [one for one in map(find_gpu, all_gpus()) if engine_kernels(one).measured]
+    options = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], devices)
     if as_json:
         show(_dump([asdict(one) | {"gpus": one.gpus, "usd_per_hour": one.usd_per_hour} for one in options]))
     elif options:
         show(deployment_table(options))
-        card = find_gpu(options[0].point.gpu)
+        device = find_gpu(options[0].point.gpu)
         level = service.rate, limits["ttft"], limits["tpot"]
-        apart = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, card)
+        apart = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, device)
         if apart:
             gpus = f"{apart.prefill} for prompts and {apart.decode} for answers (tp={apart.tp})"
             times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
-            show(f"With prefill and decode on separate GPUs, {card.name}: {gpus}, {times}.")
+            show(f"With prefill and decode on separate GPUs, {device.name}: {gpus}, {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")
-        show(f"With one user alone:\n\n{_alone(model, service, cards)}")
+        show(f"With one user alone:\n\n{_alone(model, service, devices)}")
     return 0 if options else 1
 
 
-def _alone(model: str, service: Service, cards: list[GPU]) -> ServingReport:
+def _alone(model: str, service: Service, gpus: list[GPU]) -> ServingReport:
     """Return the report of one user on the GPU with most memory, on as many as divide the model."""
     from ..serving.sizing import DEGREES
 
-    for card in sorted(cards, key=lambda card: -card.memory):
+    for gpu in sorted(gpus, key=lambda gpu: -gpu.memory):
         for degree in reversed(DEGREES):
             one = replace(service, tp=degree, ep=1, dp_attention=1, rate=None, concurrency=1)
             try:
-                return verbs.serve(model, one, card)
+                return verbs.serve(model, one, gpu)
             except SpecError as error:
                 refused = error
     raise refused

@@ -183,7 +183,19 @@ def value_for(dtype: torch.dtype, assume: float | None) -> Any:
     return bool(value) if dtype == torch.bool else int(value)
 
 
-class Unknown(float):
+class _Hidden:
+    """What is printed instead of a number that the simulation does not know."""
+
+    def __repr__(self) -> str:
+        return UNKNOWN
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format_unknown(spec)
+
+
+class Unknown(_Hidden, float):
     """A number that was read from the GPU. It can be used in arithmetic, printed, stored and compared, but not as a
     size."""
 
@@ -199,28 +211,12 @@ class Unknown(float):
     def __round__(self, digits: SupportsIndex | None = None, /) -> Any:  # round(float) without digits is an int
         return self
 
-    def __repr__(self) -> str:
-        return UNKNOWN
-
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return format_unknown(spec)
-
     def __reduce__(self) -> tuple:
         return float, (float.__add__(self, 0.0),)
 
 
-class Whole(int):
+class Whole(_Hidden, int):
     """An integer in a list that was read from the GPU. It can be shown, stored and compared, but is no tensor size."""
-
-    def __repr__(self) -> str:
-        return UNKNOWN
-
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return format_unknown(spec)
 
     def __reduce__(self) -> tuple:
         return int, (int.__add__(self, 0),)
