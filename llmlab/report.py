@@ -169,7 +169,7 @@ class Report(Tabular):
                 rows.append((f"({_label(part)}, not at the peak)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
             if kinds and (rest := self.parts.get(part, 0) - sum(kinds.values())) > 0:
-                rows.append((f"  other {_label(part)}", show_bytes(rest)))
+                rows.append(("  the rest" if part == "other" else f"  other {_label(part)}", show_bytes(rest)))
         for label, name, shown in PEAKS:
             if (size := getattr(self, name)) is not None or name == "peak_allocated":
                 at_least = ", at least" if name == "needed" and self.peak_reserved is None else ""
@@ -183,6 +183,9 @@ class Report(Tabular):
                 between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
                 rows.append(("  80 % interval", between))
         why = f" in {self.where}" if self.where else ""
+        if self.needed and self.capacity:
+            least = "at least " if self.source == "estimated" else ""
+            why += f"; the run needs {least}{show_bytes(self.needed - self.capacity)} more than the GPU has"
         if self.source == "estimated" and self.gpu is None:
             why = " (no GPU was given)"
         rows.append(("outcome", self.outcome + why))

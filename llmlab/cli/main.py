@@ -168,14 +168,17 @@ def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: A
 @_verb
 @_model
 @_gpu(required=True, help="GPU (a name listed by `llmlab gpus`).")
-@click.option("--latex", is_flag=True, help="Print the sum as LaTeX.")
+@click.option("--latex", is_flag=True, help="Print the formula as LaTeX.")
 @_json
 def explain(context: click.Context, model: str, gpu: str, latex: bool, as_json: bool, **_: Any) -> int:
     """Print the formula of the peak memory of a training step.
 
-    The formula is derived from the code of transformers: a row for each kind of tensor that is alive at the peak.
+    The formula is derived from the code of transformers, and the table has a row for each kind of tensor alive at the
+    peak.
     """
     run = run_from(context)
+    if latex and as_json:
+        raise SpecError("--latex and --json exclude each other; leave out one of them")
     if not isinstance(run, Training):
         raise SpecError("explain has formulas of training steps; leave out the options of generation")
     explanation = verbs.explain(model, run, gpu)
@@ -189,7 +192,7 @@ explain.epilog = "Exit codes: 0 = the formula is printed; 2 = invalid input, or 
 @_verb
 @_model
 @click.option("--for", "name", required=True, metavar="SIZE",
-              help="seq-len, micro-batch or lora-rank of a training run, seq-len or batch of a generation, or gpu.")
+              help="For training: seq-len, micro-batch or lora-rank. For generation: seq-len or batch. For both: gpu.")
 @_gpu(help="GPU that the run must fit (a name listed by `llmlab gpus`, or a memory such as 48GB); not with --for gpu.")
 @click.option("--simulate/--no-simulate", default=True, show_default=True,
               help="Confirm the answer by simulation, which takes minutes, or by estimates alone.")  # fmt: skip
@@ -199,7 +202,7 @@ def solve(
 ) -> int:
     """Find the largest run that fits a GPU, or the smallest GPU.
 
-    For example, --for seq-len finds the longest sequence. The size itself need not be given.
+    For example, --for seq-len finds the longest sequence. Omit the option that you solve for.
     """
     solution = verbs.solve(model, run_from(context), gpu, name.replace("-", "_"), simulate=simulate)
     _print(_dump(solution.to_dict()) if as_json else solution)

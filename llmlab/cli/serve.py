@@ -35,12 +35,13 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
     @click.argument("model")
     @click.option("--gpu", "--gpus", "gpu", metavar="GPUS",
                   help="GPUs of one deployment, for example H100 or 8xH200; names as listed by `llmlab gpus`. With "
-                  "--slo, any (the default) compares all GPU models whose kernels were measured.")
+                  "--slo, name a GPU without a number; the default there is the value `any`, which compares all GPU "
+                  "models whose kernels were measured.")
     @click.option("--slo", metavar="ttft=TIME,tpot=TIME",
                   help="Find the cheapest deployments on --gpu that answer --rate requests per second with a median "
                   "TTFT and TPOT within these limits, for example ttft=1s,tpot=30ms.")
-    @click.option("--frontier", is_flag=True, help="Print latency and throughput for 1, 2, 4, ... users, as far as "
-                  "the cache holds their requests.")
+    @click.option("--frontier", is_flag=True, help="Print latency and throughput for 1, 2, 4, ... users, up to the "
+                  "number of users whose requests fit in the KV cache.")
     @click.option("--plot", metavar="FILE", callback=picture_file,
                   help="Draw the points of --frontier into FILE: .png, .svg or .pdf.")
     @click.option("--users", type=int, metavar="N",
@@ -64,6 +65,15 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         service = Service(**{"tp": count // stages, **options})
         if plot and not frontier:
             raise SpecError(f"--plot {plot} draws the points of --frontier; give --frontier as well")
+        asked = [flag for flag, given_one in (("--slo", slo is not None), ("--frontier", frontier),
+                                              ("--users", users is not None), ("--launch", launch)) if given_one]  # fmt: skip
+        if len(asked) > 1:
+            raise SpecError(f"{' and '.join(asked)} ask for different answers; give one of them")
+        found = {"--slo": ("tp", "ep", "dp_attention", "concurrency"), "--frontier": ("concurrency", "rate")}
+        if asked and (both := [name for name in found.get(asked[0], ()) if name in options]):
+            raise SpecError(f"{asked[0]} tries values of {both[0]}={options[both[0]]}; leave out one of them")
+        if slo is not None and count > 1:
+            raise SpecError(f"--slo finds the number of GPUs, and --gpu {gpu} gives one; give --gpu {name}")
         if slo is not None:
             return _sized(show, model, service, name, slo, as_json)
         if name is None:
@@ -76,7 +86,8 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
             from ..serving.report import possible
 
             possible(find_model(model), service, find_gpu(name))
-            show(launch_line(find_model(model).name, service))
+            line = launch_line(find_model(model).name, service)
+            show(_dump({"command": line}) if as_json else line)
             return 0
         if frontier:
             from ..serving.sizing import frontier as points_of
@@ -154,9 +165,9 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
         level = service.rate, limits["ttft"], limits["tpot"]
         apart = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, card)
         if apart:
-            gpus = f"{apart.prefill} for prompts and {apart.decode} for answers (tp={apart.tp})"
-            times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
-            show(f"With prefill and decode on separate GPUs, {card.name}: {gpus}, {times}.")
+            gpus = f"you need {apart.prefill} for prompts and {apart.decode} for answers (tp={apart.tp})"
+            times = f"TTFT is {show_seconds(apart.ttft)} and TPOT {show_seconds(apart.tpot)}"
+            show(f"With prefill and decode on separate {card.name}, {gpus}; {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")
         show(f"With one user alone:\n\n{_alone(model, service, cards)}")
@@ -180,7 +191,7 @@ def _alone(model: str, service: Service, cards: list[GPU]) -> ServingReport:
 def _limit(text: str) -> tuple[str, float]:
     match = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*(\d+\.?\d*|\.\d+)\s*(ms|s)\s*", text)
     if not match:
-        raise SpecError(f"--slo: {text!r} is no limit; write ttft=1s or tpot=30ms")
+        raise SpecError(f"--slo: {text!r} is not a limit with a name and a unit; write --slo ttft=1s,tpot=30ms")
     return match[1], float(match[2]) * (1e-3 if match[3] == "ms" else 1)
 
 

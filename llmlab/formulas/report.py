@@ -31,6 +31,7 @@ from .time.step import Traced, tokens_of, utilisation
 from .time.timing import timing
 from .verdict import DRAWN, MEGATRON_DEEPSPEED, Kind, Verdict, kind, largest_context, plainness, verdict
 
+OF_UPDATE = "temporaries of the optimizer"
 PAGED_STATES = Note(
     "paged-states",
     "The states of PagedAdamW8bit, 2 bytes per parameter, are in memory that the driver moves between GPU and host. "
@@ -76,7 +77,7 @@ def assessed(
         capacity=card.memory if card else None,
         phases=dict(memory.phases),
         parts={part: size for part, size in peak.parts.items() if size},
-        detail={"activations": dict(memory.activations)} if isinstance(run, Training) else {},
+        detail=_detail(memory) if isinstance(run, Training) else {},
         flops=counted.total // run.world_size,
         step_seconds=seconds,
         step_seconds_low=time.low,
@@ -131,6 +132,13 @@ class _Memory(NamedTuple):
     peak: Moment
     phases: dict[str, int]
     activations: dict[str, int]
+
+
+def _detail(memory: _Memory) -> dict[str, dict[str, int]]:
+    """Return the kinds of activations and, if the peak is in the update, the temporary tensors of the optimizer."""
+    first, peak = memory.stages[0][0][0], memory.peak
+    temporary = peak.parts.get("other", 0) - first.parts.get("other", 0) if peak.phase == "optimizer" else 0
+    return {"activations": dict(memory.activations), **({"other": {OF_UPDATE: temporary}} if temporary > 0 else {})}
 
 
 def _memory(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> _Memory:
@@ -256,7 +264,7 @@ def _around_quantized(run: Training) -> Iterator[Note]:
     half = run.compute_dtype
     yield Note(
         "fp32-around-quantized",
-        f"peft casts the weights that are not quantized to fp32, so without autocast {left} compute in fp32."
+        f"peft casts all unquantized weights to fp32. Without autocast, the {left} therefore compute in fp32."
         f" The Trainer's {half}=True corresponds to precision='autocast-{half}'; if peft does not prepare the model, "
         "also give half_layers='all'.",
     )

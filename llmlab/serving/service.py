@@ -35,7 +35,7 @@ HELP = {
     "--concurrency, or 4 with --rate.",
     "max_num_batched_tokens": "Maximum number of tokens in a step. Default: 2048, 8192 or 16384, depending on the "
     "engine and the GPU.",
-    "prefill_interval": "Decode steps from one check for new requests to the next; with trtllm, steps for which a new "
+    "prefill_interval": "Number of decode steps between checks for new requests; with trtllm, how many steps a new "
     "request waits.",
     "draft": "Draft for speculative decoding: mtp, eagle3, eagle3:CHECKPOINT, or the name of a smaller model; needs "
     "--acceptance.",

@@ -112,9 +112,7 @@ class Simulator:
         from ..base.units import show_bytes
 
         error, place = self._card.engine.refused, self._card.engine.asked
-        if error is None:
-            return None
-        return f"{place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+        return None if error is None else f"{place}, whose request lacked {show_bytes(error.lacked)}"
 
     @property
     def counts_all_kernels(self) -> bool:
