@@ -174,6 +174,8 @@ class Report(Tabular):
             if (size := getattr(self, name)) is not None or name == "peak_allocated":
                 at_least = ", at least" if name == "needed" and self.peak_reserved is None else ""
                 rows.append((label + at_least, shown(size)))
+        if self.needed and self.capacity and self.needed > self.capacity:
+            rows.append(("  more than the device has", show_bytes(self.needed - self.capacity)))
         rows += [(f"peak during {PHASES[phase]}", show_bytes(size)) for phase, size in self.phases.items()]
         for label, name, shown in SPEED:
             if (value := getattr(self, name)) is not None:
@@ -183,9 +185,6 @@ class Report(Tabular):
                 between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
                 rows.append(("  80 % interval", between))
         why = f" in {self.where}" if self.where else ""
-        if self.needed and self.capacity:
-            least = "at least " if self.source == "estimated" else ""
-            why += f"; the run needs {least}{show_bytes(self.needed - self.capacity)} more than the GPU has"
         if self.source == "estimated" and self.gpu is None:
             why = " (no GPU was given)"
         rows.append(("outcome", self.outcome + why))

@@ -26,13 +26,13 @@ def show_count(count: int) -> str:
     rounded = float(f"{count:.3g}")
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if rounded >= unit:
-            return f"{_three(count / unit)}{name}"
+            return f"{show_digits(count / unit)}{name}"
     return str(count)
 
 
-def _three(number: float) -> str:
-    """Return `number` with three digits, and more only before the point."""
-    rounded = f"{number:.3g}"
+def show_digits(number: float, digits: int = 3) -> str:
+    """Return `number` with so many digits, and with more only before the point."""
+    rounded = f"{number:,.{digits}g}"
     return f"{number:,.0f}" if "e+" in rounded else rounded
 
 
@@ -43,4 +43,4 @@ def show_seconds(seconds: float | None) -> str:
     for unit, name, most in ((1e-3, "ms", 1000), (1, "s", 120), (60, "min", 120), (3600, "h", 48)):
         if float(f"{seconds / unit:.3g}") < most:
             return f"{seconds / unit:.3g} {name}"
-    return f"{_three(seconds / 86_400)} days"
+    return f"{show_digits(seconds / 86_400)} days"

@@ -6,22 +6,23 @@ import re
 
 import click
 
+from .. import verbs
 from ..specs.run import LoRA, Training
 
-# A value as Python writes it: a LoRA, text in quotes (or a choice of two), a tuple, or anything up to the next space.
-VALUE = r"""(?:lab\.)?LoRA\((?:[^()]|\([^()]*\))*\)|'[^']*'(?:\ or\ '[^']*')?|"[^"]*"|\([^()]*\)|[^\s,;:)]*[^\s,;:.)]"""
-FIELD = re.compile(rf"(?<![\w.'-])(?P<fixed>fixed )?(?P<name>[a-z]\w*)(?:=(?P<value>{VALUE})| >= (?P<least>\d+))")
-VERB = re.compile(r"(?:ask )?\blab\.([a-z]+)(?:\([^()]*\))?")
-OF_LORA = {field: f"lora_{field}" for field in LoRA.__dataclass_fields__ if field not in ("rank", "unset", "_")}
+# A value as Python writes it: a LoRA, text in quotes (or one of two), a tuple, or anything up to the next space.
+VALUE = r"""(?:lab\.)?LoRA\((?:[^()]|\([^()]*\))*\)|'[^']*'(?: or '[^']*')?|"[^"]*"|\([^()]*\)|[^\s,;:)]*[^\s,;:.)]"""
+FIELD = re.compile(rf"(?<![\w.'-])(?:fixed )?(?P<name>[a-z]\w*)(?: >= (?P<least>\d+)|=(?P<value>{VALUE})?)")
+VERB = re.compile(rf"(ask )?\blab\.({'|'.join({*verbs.__all__} - {'meter', 'write'})})\b(?:\([^()]*\))?")
+OF_LORA = {field: f"lora_{field}" for field in ("targets", "alpha", "dropout", "autocast_adapter_dtype")}
 
 
 def in_options(text: str, command: click.Command) -> str:
-    """Return `text`, of an error or a note, with the fields that `command` has as options written as these. A field of
-    a run that `llmlab plan` varies is one of --fixed.
+    """Return `text`, of an error or a note, with the fields that `command` has as options in the form of these. The
+    fields that `llmlab plan` varies take the form of --fixed.
 
-    >>> from llmlab.cli.main import cli
-    >>> in_options("zero=2 needs dp >= 2; give lora=lab.LoRA(...), or ask lab.estimate", cli.commands["simulate"])
-    'zero=2 needs dp >= 2; give lora=lab.LoRA(...), or ask lab.estimate'
+    >>> command = click.Command("estimate", params=[click.Option([name]) for name in ("--dp", "--zero", "--lora")])
+    >>> in_options("zero=2 needs dp >= 2; give lora=lab.LoRA(...) and zero=0, or ask lab.fix.", command)
+    '--zero 2 needs --dp 2 or more; give --lora 16 and --zero 0, or use `llmlab fix`.'
     """
     options = {option.name: option for option in command.params if isinstance(option, click.Option)}
 
@@ -31,15 +32,14 @@ def in_options(text: str, command: click.Command) -> str:
             fixed = "fixed" in options and name in Training.__dataclass_fields__ and value is not None
             return f"--fixed {name}={_plain(value)}" if fixed else match[0]
         option = options[name]
-        if value is None:
+        if match["least"]:
             return f"{option.opts[0]} {match['least']} or more"
-        if option.is_flag:
+        if option.is_flag and value in ("True", "False"):
             off = option.secondary_opts[0] if option.secondary_opts else f"no {option.opts[0]}"
             return option.opts[0] if value == "True" else off
-        return f"{option.opts[0]} {_plain(value)}"
+        return option.opts[0] if value is None else f"{option.opts[0]} {_plain(value)}"
 
-    verbs = {verb: f"llmlab {verb}" for verb in click.get_current_context().find_root().command.commands}
-    text = VERB.sub(lambda match: f"use `{verbs[match[1]]}`" if match[1] in verbs else match[0], text)
+    text = VERB.sub(lambda match: f"{'use ' if match[1] else ''}`llmlab {match[2]}`", text)
     return FIELD.sub(written, text)
 
 
@@ -50,5 +50,5 @@ def _plain(value: str) -> str:
         return rank[1] if rank else str(LoRA.rank)
     if value.startswith("("):
         parts = [part.strip(" '\"") for part in value.strip("()").split(",") if part.strip()]
-        return ("x" if all(part.isdigit() for part in parts) else ",").join(parts)
-    return re.sub("['\"]", "", "none" if value == "None" else value)
+        return ("x" if all(part.isdigit() for part in parts) else ",").join(parts) or "''"
+    return "none" if value == "None" else re.sub("['\"]", "", value)

@@ -12,6 +12,7 @@ import click
 
 from .. import verbs
 from ..base.errors import SpecError
+from ..base.notes import Note
 from ..base.tables import Table, Tabular
 from ..base.units import show_seconds
 from ..hardware.gpu import GPU
@@ -19,10 +20,14 @@ from ..hardware.gpu import gpu as find_gpu
 from ..hardware.gpu import gpus as all_gpus
 from ..serving.service import HELP, Service
 from ..specs.model import model as find_model
+from .in_options import in_options
 from .options import picture_file
 
 if TYPE_CHECKING:
     from ..serving.report import ServingReport
+
+# Fields of a service that such an answer sets itself.
+TRIED = {"--slo": ("tp", "ep", "dp_attention", "concurrency"), "--frontier": ("concurrency", "rate")}
 
 
 def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None]) -> None:
@@ -65,12 +70,11 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         service = Service(**{"tp": count // stages, **options})
         if plot and not frontier:
             raise SpecError(f"--plot {plot} draws the points of --frontier; give --frontier as well")
-        asked = [flag for flag, given_one in (("--slo", slo is not None), ("--frontier", frontier),
-                                              ("--users", users is not None), ("--launch", launch)) if given_one]  # fmt: skip
+        answers = {"--slo": slo is not None, "--frontier": frontier, "--users": users is not None, "--launch": launch}
+        asked = [flag for flag, given_one in answers.items() if given_one]
         if len(asked) > 1:
             raise SpecError(f"{' and '.join(asked)} ask for different answers; give one of them")
-        found = {"--slo": ("tp", "ep", "dp_attention", "concurrency"), "--frontier": ("concurrency", "rate")}
-        if asked and (both := [name for name in found.get(asked[0], ()) if name in options]):
+        if both := [name for flag in asked for name in TRIED.get(flag, ()) if name in options]:
             raise SpecError(f"{asked[0]} tries values of {both[0]}={options[both[0]]}; leave out one of them")
         if slo is not None and count > 1:
             raise SpecError(f"--slo finds the number of GPUs, and --gpu {gpu} gives one; give --gpu {name}")
@@ -102,7 +106,7 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
                 show(_dump([asdict(point) for point in points]) if as_json else frontier_table(points))
                 return 0 if points else 1
         report = verbs.serve(model, service, name)
-        show(_dump(report.to_dict()) if as_json else str(report))
+        show(_dump(report.to_dict()) if as_json else _text(report))
         return 0 if report.outcome == "fits" else 1
 
     serve.params += [_option(name, hint, getattr(Service, name)) for name, hint in get_type_hints(Service).items()]
@@ -115,6 +119,12 @@ def _option(name: str, hint: Any, default: Any) -> click.Option:
     flags = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
     shown = "" if name == "tp" or default is None else f"  [default: {default}]"
     return click.Option([flags, name], type=kind, default=None, help=HELP[name] + shown)
+
+
+def _text(report: ServingReport) -> str:
+    """Return the report as text, with this command's options in its notes."""
+    command = click.get_current_context().command
+    return str(replace(report, notes=tuple(Note(note.code, in_options(note, command)) for note in report.notes)))
 
 
 def _gpus(text: str | None) -> tuple[str | None, int]:
@@ -170,7 +180,7 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
             show(f"With prefill and decode on separate {card.name}, {gpus}; {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")
-        show(f"With one user alone:\n\n{_alone(model, service, cards)}")
+        show(f"With one user alone:\n\n{_text(_alone(model, service, cards))}")
     return 0 if options else 1
 
 

@@ -286,7 +286,7 @@ def _first_over(spec: ModelSpec, run: Run, stages: list[list[tuple[Moment, int]]
 
 
 def _first_states(spec: ModelSpec, run: Run, stage: int) -> int:
-    """Return the bytes of the optimizer's states that the first update allocates: all but the master weights, unless the
+    """Return the bytes of the optimizer's states that the first update allocates, all but the master weights; 0 if the
     stack allocates its states before the first step, or updates weights in the backward pass."""
     stack = stack_of(run)
     if not isinstance(run, Training) or stack.own_zero or stack.steps_in_backward(run):

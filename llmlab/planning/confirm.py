@@ -123,7 +123,8 @@ def simulated_run(model: dict[str, Any], run: Run, device: GPU | str) -> Report 
         if report.outcome == "unknown":
             return report.notes[0]
     except NotAvailable as error:
-        return str(error) if short == eager else f"its eager step does not fit, and {error}"
+        why = str(error).partition("; ")[0]  # without the advice for a simulation that somebody asked for
+        return why if short == eager else f"its eager step does not fit, and {why}"
     fused = (SIMULATED_EAGER,) if short != exact else ()
     return replace(
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,

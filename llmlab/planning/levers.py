@@ -106,7 +106,8 @@ class Fix(Tabular):
             lines.append(f"No single change {makes} this run fit. Combine several, or search with `llmlab plan`.")
         assumed = (note for note in self.report.notes if note.code == "gpu-memory-assumed")
         footer = "\n".join([*lines, *assumed])
-        header = ("change", "saves per GPU", "change in time for the same number of tokens", "outcome", "same result", "chapter")
+        time = "change in time for the same number of tokens"
+        header = ("change", "saves per GPU", time, "outcome", "same result", "chapter")
         links = {lever.chapter: f"{BOOK}/{lever.chapter}.html" for lever in self.levers}
         return Table(header, rows, title, footer, (0, 3, 4, 5), links)
 

@@ -59,8 +59,8 @@ class Candidate:
     @property
     def mark(self) -> tuple[str, str] | None:
         """The sign beside a memory that is not that of the simulated run, and what it means."""
-        if not self.simulation:  # the reason, without the advice for a single simulation
-            return "*", f"Estimated memory: {self.unconfirmed.partition('; ')[0].removesuffix('.')}."
+        if not self.simulation:
+            return "*", f"Estimated memory: {self.unconfirmed.removesuffix('.')}."
         return next((("†", str(note)) for note in self.simulation.notes if note.code == "simulated-eager"), None)
 
     def days(self, tokens: int) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.errors import SpecError
 from ..base.notes import Note
-from ..base.units import show_bytes, show_seconds
+from ..base.units import show_bytes, show_digits, show_seconds
 from ..formulas.time.step import price
 from ..hardware.gpu import GPU
 from ..specs.generic import ConfigSizes, auto_class, text_config
@@ -121,7 +121,7 @@ class ServingReport:
         per_gpu = f"{self.tokens_per_second_per_gpu:,.0f} per GPU"
         lines.append(f"{'output':20}{rate:>12,.0f} tokens/s ({low * rate:,.0f} to {high * rate:,.0f}), {per_gpu}")
         if self.goodput is not None:
-            lines.append(f"{'goodput':20}{self.goodput:>12.3g} requests/s within the service level")
+            lines.append(f"{'goodput':20}{show_digits(self.goodput):>12} requests/s within the service level")
         if self.usd_per_million_output is not None:
             paid = self.usd_per_million_output
             both = f"${self.usd_per_million_input:.3f} in, ${paid:.2f} (${paid / high:.2f} to ${paid / low:.2f}) out"
@@ -154,7 +154,8 @@ def served(
     times, good = summary(requests), goodput(requests, *slo) if slo else None
     busy = round(times.tokens_per_second * times.tpot) if service.rate else service.concurrency or 1
     if service.rate and times.requests_per_second < 0.95 * service.rate and _waits_more(requests):
-        answered = f"{times.requests_per_second:.3g} of {service.rate:.3g} requests per second are answered"
+        both = f"{show_digits(times.requests_per_second)} of {show_digits(service.rate)}"
+        answered = f"{both} requests per second are answered"
         notes.append(Note("queue-grows", f"{answered}: the queue grows, and the time to the first token with it"))
     if times.preempted > 0.01:
         words = f"the cache fills up: requests are preempted and computed again {times.preempted:.2f} times in the mean"
@@ -250,8 +251,8 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
 
 
 def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
-    """Return the GPUs and a change with which a request fits: the published weights, the engine's own limits, more GPUs,
-    then smaller weights."""
+    """Return the GPUs and a change with which a request fits: the published weights, the engine's own limits, more
+    GPUs, then smaller weights."""
     if service.engine == "llama.cpp":
         most = buffers(spec, replace(service, n_gpu_layers=None), gpu)
         return f"{service.gpus} × {gpu.name} with n_gpu_layers={most.offloaded}" if most.requests else None
