@@ -21,6 +21,7 @@ from click.core import ParameterSource
 
 from .. import hardware, verbs
 from ..base.errors import SCRIPT_FAILED, LabWarning, NotAvailable, ScriptFailed, SpecError, UnknownName
+from ..base.files import is_library
 from ..base.tables import Table, Tabular, show
 from ..base.units import GB, GiB, show_bytes, show_count, show_digits
 from ..base.version import __version__
@@ -408,7 +409,8 @@ def _fail(message: str, code: int = 2) -> int:
 
 def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
     if issubclass(category, LabWarning):
-        _fail(f"warning: {message}")
+        place = "" if is_library(filename) else f" ({filename}, line {lineno})"  # of a script
+        _fail(f"warning: {message}{place}")
     else:
         click.echo(f"{filename}, line {lineno}: {category.__name__}: {' '.join(str(message).split())}", err=True)
 
