@@ -11,7 +11,9 @@ from ..specs.run import LoRA, Training
 
 # A value as Python writes it: a LoRA, text in quotes (or one of two), a tuple, or anything up to the next space.
 VALUE = r"""(?:lab\.)?LoRA\((?:[^()]|\([^()]*\))*\)|'[^']*'(?: or '[^']*')?|"[^"]*"|\([^()]*\)|[^\s,;:)]*[^\s,;:.)]"""
-FIELD = re.compile(rf"(?<![\w.'-])(?:fixed )?(?P<name>[a-z]\w*)(?: >= (?P<least>\d+)|=(?P<value>{VALUE})?)")
+NAME = r"(?<![\w.'-])(?:fixed )?(?P<name>[a-z]\w*)"
+# A call stays as it is; a field is one that has a value, or at least a number.
+FIELD = re.compile(rf"\blab\.\w+\([^()]*\)|{NAME}(?:=(?P<value>{VALUE})?| >= (?P<least>\d+))")
 VERB = re.compile(rf"(ask )?\blab\.({'|'.join({*verbs.__all__} - {'meter', 'write'})})\b(?:\([^()]*\))?")
 OF_LORA = {field: f"lora_{field}" for field in ("targets", "alpha", "dropout", "autocast_adapter_dtype")}
 

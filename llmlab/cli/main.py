@@ -380,7 +380,8 @@ def _print(answer: Table | Tabular | str) -> None:
         sys.stdout.reconfigure(errors="replace")
     command = click.get_current_context().command
     try:
-        show(answer, lambda notes: in_options(notes, command))
+        # The notes of a plan are about the runs in its table, whose fields are no options of it.
+        show(answer, str if command.name == "plan" else lambda notes: in_options(notes, command))
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more on exit: give it somewhere to go.

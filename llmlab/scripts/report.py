@@ -78,7 +78,7 @@ class ScriptReport(Tabular):
         rows.append(("optimizer steps", str(self.steps)))
         exceeded = self.outcome == "out of memory" and self.where is None
         limit = f"the limit of {show_bytes(self.limit)}" if self.limit is not None else "the GPU has"
-        rows.append(("outcome", self.outcome + (f": the process needs more than {limit}" if exceeded else "")))
+        rows.append(("outcome", self.outcome + (f": more than {limit}" if exceeded else "")))
         ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""
         at = f": {self.where}" if self.where else ""
         title = f"{self.command} on {self.gpu}{ranks}, simulated"

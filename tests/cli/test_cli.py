@@ -17,6 +17,7 @@ from llmlab.base import errors
 from llmlab.base.errors import SpecError
 from llmlab.cli import main as cli
 from llmlab.cli import options as cli_options
+from llmlab.cli.in_options import in_options
 from llmlab.hardware.doctor import doctor
 from llmlab.hardware.gpu import gpus
 from llmlab.hardware.links import cluster, links
@@ -513,6 +514,11 @@ def test_an_option_that_begins_a_generation_is_not_suggested_for_a_step(words, f
 def test_an_error_names_options_and_not_the_fields_of_python(words, said):
     line = refused("estimate", "Qwen/Qwen2.5-0.5B", "--gpu", "H100-80GB", *words)
     assert all(part in line for part in said) and "=" not in line and "lab." not in line, line
+
+
+def test_a_call_in_an_error_stays_as_it_is():
+    text = "give --assume 1 (lab.simulator(..., assume=1.0)) or steps=2"
+    assert in_options(text, cli.cli.commands["run"]) == text.replace("steps=2", "--steps 2")
 
 
 def test_a_note_names_options_and_json_the_fields():
