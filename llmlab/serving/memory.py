@@ -85,7 +85,7 @@ class Memory:
             ("peak activations", self.activations), ("CUDA graphs", self.graphs), ("KV cache", self.cache),
         )  # fmt: skip
         lines = [f"{name:20}{show_bytes(size) if size >= 0 else 'none':>12}" for name, size in sizes]
-        return [f"{'memory per GPU':20}", *lines]
+        return ["memory per GPU", *lines]
 
 
 def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buffers:

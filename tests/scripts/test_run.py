@@ -13,6 +13,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import llmlab as lab  # noqa: E402
+from llmlab.base.units import show_bytes  # noqa: E402
 from llmlab.cli import main as cli  # noqa: E402
 
 MODEL = """
@@ -138,7 +139,7 @@ def test_a_limit_is_of_the_whole_process(script):
     assert run("--gpu", "T4", "--max-gib", taken + 0.001, name).exit_code == 0
     result = run("--gpu", "T4", "--max-gib", taken - 0.001, "--json", name)
     assert result.exit_code == 1 and json.loads(result.stdout)["needed"] == round(taken * 2**30)
-    limit = f"{taken - 0.001:.2f} GiB"  # the run ended, so the outcome says what it exceeds
+    limit = show_bytes(round((taken - 0.001) * 2**30))  # the run ended, so the outcome says what it exceeds
     shown = run("--gpu", "T4", "--max-gib", taken - 0.001, name).stdout.splitlines()
     assert next(line for line in shown if line.strip().startswith("outcome")).endswith(limit)
 
@@ -401,7 +402,7 @@ def test_a_snapshot_and_a_picture(script, tmp_path):
         (["nowhere.py"], "nowhere.py does not exist"),
         ([], "no script"),
         (["--gpu", "T5", "train.py"], "unknown GPU"),
-        (["--steps", "0", "train.py"], "steps=0 is not a whole number"),
+        (["--steps", "0", "train.py"], "--steps 0 is not a whole number"),
         (["--timeline", "memory.txt", "train.py"], "ends in .png, .svg or .pdf"),
         (["--max-gib", "-1", "train.py"], "the memory limit is"),
         (["--max-gib", "99", "train.py"], "the memory limit is 99.00 GiB"),
