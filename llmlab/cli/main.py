@@ -219,7 +219,10 @@ def solve(
 
     For example, --for seq-len finds the longest sequence. Omit the option that you solve for.
     """
-    solution = verbs.solve(model, run_from(context), gpu, name.replace("-", "_"), simulate=simulate)
+    size = name.replace("-", "_")
+    if context.params.get(size) is not None and context.get_parameter_source(size) is ParameterSource.COMMANDLINE:
+        raise SpecError(f"--{size.replace('_', '-')} is the size that --for {name} finds; leave it out")
+    solution = verbs.solve(model, run_from(context), gpu, size, simulate=simulate)
     _print(_dump(solution.to_dict()) if as_json else solution)
     return EXIT[solution.outcome]
 

@@ -531,6 +531,7 @@ def test_a_note_names_options_and_json_the_fields():
 @pytest.mark.parametrize("words", [
     ("explain", "gpt2", "--gpu", "T4", "--latex", "--json"), ("fix", "--gpu", "T4"), ("fix", "--dp", "2"),
     ("plan", "gpt2", "--gpus", "T4", "--global-batch", "4", "--force"),
+    ("solve", "gpt2", "--gpu", "T4", "--for", "seq-len", "--seq-len", "64"),
     ("serve", "gpt2", "--gpu", "H100", "--users", "4", "--launch"),
     ("serve", "gpt2", "--gpu", "H100", "--users", "4", "--frontier"),
     ("serve", "gpt2", "--gpu", "H100", "--frontier", "--rate", "3"),
