@@ -9,13 +9,16 @@ import click
 from .. import verbs
 from ..specs.run import LoRA, Training
 
-# A value as Python writes it: a LoRA, text in quotes (or one of two), a tuple, or anything up to the next space.
-VALUE = r"""(?:lab\.)?LoRA\((?:[^()]|\([^()]*\))*\)|'[^']*'(?: or '[^']*')?|"[^"]*"|\([^()]*\)|[^\s,;:)]*[^\s,;:.)]"""
+# A value as Python writes it: LoRA(...) or the options of a stack, text in quotes (or one of two), a tuple, or anything
+# up to the next space.
+CALL = r"(?:lab\.)?[A-Z]\w*\((?:[^()]|\([^()]*\))*\)"
+VALUE = CALL + r"""|'[^']*'(?: or '[^']*')?|"[^"]*"|\([^()]*\)|[^\s,;:)]*[^\s,;:.)]"""
 NAME = r"(?<![\w.'-])(?:fixed )?(?P<name>[a-z]\w*)"
 # A call stays as it is; a field is one that has a value, or at least a number.
 FIELD = re.compile(rf"\blab\.\w+\([^()]*\)|{NAME}(?:=(?P<value>{VALUE})?| >= (?P<least>\d+))")
 VERB = re.compile(rf"(ask )?\blab\.({'|'.join({*verbs.__all__} - {'meter', 'write'})})\b(?:\([^()]*\))?")
 OF_LORA = {field: f"lora_{field}" for field in ("targets", "alpha", "dropout", "autocast_adapter_dtype")}
+OF_LORA["rank"] = "lora"
 
 
 def in_options(text: str, command: click.Command) -> str:
@@ -42,7 +45,7 @@ def in_options(text: str, command: click.Command) -> str:
         return option.opts[0] if value is None else f"{option.opts[0]} {_plain(value)}"
 
     text = VERB.sub(lambda match: f"{'use ' if match[1] else ''}`llmlab {match[2]}`", text)
-    return FIELD.sub(written, text)
+    return re.sub(r"\bNone\b", "none", FIELD.sub(written, text))
 
 
 def _plain(value: str) -> str:
@@ -50,7 +53,9 @@ def _plain(value: str) -> str:
     if "LoRA(" in value:
         rank = re.search(r"rank=(\d+)", value)
         return rank[1] if rank else str(LoRA.rank)
+    if options := re.fullmatch(r"(?:lab\.)?([A-Z]\w*)\((.*)\)", value):  # of a stack
+        value = ":".join(filter(None, (options[1].lower(), options[2].replace(" ", ""))))
     if value.startswith("("):
         parts = [part.strip(" '\"") for part in value.strip("()").split(",") if part.strip()]
         return ("x" if all(part.isdigit() for part in parts) else ",").join(parts) or "''"
-    return "none" if value == "None" else re.sub("['\"]", "", value)
+    return re.sub("['\"]", "", value)

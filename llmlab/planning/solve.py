@@ -214,7 +214,8 @@ def _candidates(
         return _lengths(spec, run), lambda value: (_of_length(run, value), target)
     if name == "lora_rank":
         if isinstance(run, Inference) or run.lora is None:
-            raise SpecError("lora_rank needs a training run with adapters; give lora=lab.LoRA(...), whose rank does not matter")
+            raise SpecError("lora_rank needs a training run with adapters; give lora=lab.LoRA(...), whose rank does "
+                            "not matter")  # fmt: skip
         lora = run.lora
         return range(1, spec.hidden + 1), lambda value: (replace(run, lora=replace(lora, rank=value)), target)
     field = "micro_batch" if isinstance(run, Training) else "batch"

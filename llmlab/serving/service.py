@@ -113,7 +113,8 @@ class Service:
             if int not in (hint, *get_args(hint)) or (optional and value is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SpecError(f"{name}={value!r}: give a whole number >= {least}" + (", or None" if optional else ""))
+                instead = ", or leave it out" if optional else ""
+                raise SpecError(f"{name}={value!r}: give a whole number >= {least}{instead}")
         if not 1 <= self.cpu_memory_gb_s <= 10_000:
             raise SpecError(f"cpu_memory_gb_s={self.cpu_memory_gb_s!r}: give 10^9 bytes per second, 1 to 10,000")
         if not 0 < self.gpu_memory_utilization <= 1:
