@@ -124,11 +124,13 @@ def loss_bytes(share: Share) -> LossBytes:
     if of_method := methods.loss_bytes(share):
         return LossBytes(*of_method)
     if run.kernels == "liger":
-        chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp  # never the logits of all tokens
+        rows = loss_chunk(spec, share.tokens)
+        chunk = rows * spec.vocab * (c + 4) // run.tp  # never the logits of all tokens
         elements = 0 if run.lora else spec.vocab * spec.hidden // run.tp
         weight_gradient = elements * share.bytes.gradients
-        if adds_apart(share.gpu):
-            chunk += elements * (c + 4 if c < 4 else 4)
+        # Autocast caches a cast of the weight, but not that of its transpose, which each chunk's logits need.
+        cast_again = c if share.autocast and rows < share.tokens else 0
+        chunk += elements * max(cast_again, (c + 4 if c < 4 else 4) if adds_apart(share.gpu) else 0)
         # After the loss, the weight's gradient counts as the head's.
         return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
     logits = share.tokens * spec.vocab // share.loss_ranks
