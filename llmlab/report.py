@@ -169,11 +169,13 @@ class Report(Tabular):
                 rows.append((f"({_label(part)}, not at the peak)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
             if kinds and (rest := self.parts.get(part, 0) - sum(kinds.values())) > 0:
-                rows.append((f"  other {_label(part)}", show_bytes(rest)))
+                rows.append(("  the rest" if part == "other" else f"  other {_label(part)}", show_bytes(rest)))
         for label, name, shown in PEAKS:
             if (size := getattr(self, name)) is not None or name == "peak_allocated":
                 at_least = ", at least" if name == "needed" and self.peak_reserved is None else ""
                 rows.append((label + at_least, shown(size)))
+        if self.needed and self.capacity and self.needed > self.capacity:
+            rows.append(("  more than the device has", show_bytes(self.needed - self.capacity)))
         rows += [(f"peak during {PHASES[phase]}", show_bytes(size)) for phase, size in self.phases.items()]
         for label, name, shown in SPEED:
             if (value := getattr(self, name)) is not None:

@@ -387,7 +387,7 @@ def _assumptions(spec: ModelSpec, run: Run, gpu: GPU | str | None) -> tuple[Note
         half = run.compute_dtype
         if run.precision.startswith("autocast"):
             usual = f"If the script loads them in {half}, as the Trainer's {half}=True leaves them, give "
-            half_size = f"{usual}half_layers='all' (--half-layers all); they then take half of the memory."
+            half_size = f"{usual}half_layers='all'; they then take half of the memory."
             assumed += (Note("frozen-in-fp32", f"precision={run.precision!r} has frozen weights in fp32. {half_size}"),)
     return assumed
 

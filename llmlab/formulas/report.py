@@ -22,6 +22,7 @@ from ..traces.trace import LOADED, Trace
 from .inference import inference_moments
 from .memory.moments import Moment
 from .memory.share import bytes_of, share_of
+from .memory.states import states
 from .memory.step import step_memory
 from .time.flops import flops
 from .time.kernels import kernels
@@ -30,6 +31,7 @@ from .time.step import Traced, tokens_of, utilisation
 from .time.timing import timing
 from .verdict import DRAWN, MEGATRON_DEEPSPEED, Kind, Verdict, kind, largest_context, plainness, verdict
 
+OF_UPDATE = "temporaries of the optimizer"
 PAGED_STATES = Note(
     "paged-states",
     "The states of PagedAdamW8bit, 2 bytes per parameter, are in memory that the driver moves between GPU and host. "
@@ -68,14 +70,14 @@ def assessed(
         run=run,
         gpu=card.name if card else ("cpu" if cpu else None),
         outcome="unknown" if fit.outcome == "out of memory" and not refused else fit.outcome,
-        where=_first_over(memory.stages, card.room(run.world_size)) if card and refused else None,
+        where=_first_over(spec, run, memory.stages, card.room(run.world_size)) if card and refused else None,
         peak_at=peak.name,
         peak_allocated=peaks[0],
         needed=fit.least if refused else None,
         capacity=card.memory if card else None,
         phases=dict(memory.phases),
         parts={part: size for part, size in peak.parts.items() if size},
-        detail={"activations": dict(memory.activations)} if isinstance(run, Training) else {},
+        detail=_detail(memory) if isinstance(run, Training) else {},
         flops=counted.total // run.world_size,
         step_seconds=seconds,
         step_seconds_low=time.low,
@@ -130,6 +132,13 @@ class _Memory(NamedTuple):
     peak: Moment
     phases: dict[str, int]
     activations: dict[str, int]
+
+
+def _detail(memory: _Memory) -> dict[str, dict[str, int]]:
+    """Return the kinds of activations and, if the peak is in the update, the temporary tensors of the optimizer."""
+    first, peak = memory.stages[0][0][0], memory.peak
+    temporary = peak.parts.get("other", 0) - first.parts.get("other", 0) if peak.phase == "optimizer" else 0
+    return {"activations": dict(memory.activations), **({"other": {OF_UPDATE: temporary}} if temporary > 0 else {})}
 
 
 def _memory(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool) -> _Memory:
@@ -258,18 +267,32 @@ def _around_quantized(run: Training) -> Iterator[Note]:
     half = run.compute_dtype
     yield Note(
         "fp32-around-quantized",
-        f"peft casts the weights that are not quantized to fp32, so without autocast {left} compute in fp32."
+        f"peft casts all unquantized weights to fp32. Without autocast, the {left} therefore compute in fp32."
         f" The Trainer's {half}=True corresponds to precision='autocast-{half}'; if peft does not prepare the model, "
         "also give half_layers='all'.",
     )
 
 
-def _first_over(stages: list[list[tuple[Moment, int]]], room: int) -> str | None:
-    """Return the name of the first moment that needs more than `room` bytes, in the first stage that has one, or None
-    if all fit."""
-    for stage, moments in enumerate(stages):
-        for moment, total in moments:
-            if total > room:
-                place = moment.name.removesuffix(f" of {moment.phase}")
-                return f"{moment.phase} ({place})" + (f", in stage {stage} of the pipeline" if stage else "")
+def _first_over(spec: ModelSpec, run: Run, stages: list[list[tuple[Moment, int]]], room: int) -> str | None:
+    """Return the phase and the name of the first moment that needs more than `room` bytes, in the first stage that has
+    one; None if all fit. The moments of the first step come first: they lack the states that its update allocates."""
+    for later in (False, True):
+        for stage, moments in enumerate(stages):
+            missing = 0 if later else _first_states(spec, run, stage)
+            for moment, total in moments:
+                absent = 0 if moment.phase == "optimizer" else min(missing, moment.parts.get("optimizer", 0))
+                if total - absent > room:
+                    place = moment.name.removesuffix(f" of {moment.phase}")
+                    place += ", in a step after the first" if later else ""
+                    return f"{moment.phase} ({place})" + (f", in stage {stage} of the pipeline" if stage else "")
     return None
+
+
+def _first_states(spec: ModelSpec, run: Run, stage: int) -> int:
+    """Return the bytes of the optimizer's states that the first update allocates, all but the master weights; 0 if the
+    stack allocates its states before the first step, or updates weights in the backward pass."""
+    stack = stack_of(run)
+    if not isinstance(run, Training) or stack.own_zero or stack.steps_in_backward(run):
+        return 0
+    sizes = states(spec, run, stage)
+    return max(0, sizes.optimizer - bytes_of(run).master * sizes.trained * (not run.lora))

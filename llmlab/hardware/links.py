@@ -229,11 +229,13 @@ def _usual_network(gpu: GPU | str) -> Link | None:
 
 def _checked_link(name: Link | str, argument: str, across: bool) -> Link:
     """Return the link `name`; raise SpecError if it does not connect nodes (for `across`) or GPUs."""
-    chosen = link(name) if isinstance(name, str) else name
+    fitting = {entry.name: entry for entry in links().values() if (entry.kind == "network") == across}
+    chosen = {key.lower(): entry for key, entry in links().items()}.get(name.lower()) if isinstance(name, str) else name
+    if chosen is None:
+        return named(argument, str(name), fitting)
     if (chosen.kind == "network") != across:
-        fitting = ", ".join(other.name for other in links().values() if (other.kind == "network") == across)
         connects = "nodes" if across else "the GPUs of a node"
-        raise SpecError(f"{argument}={chosen.name} does not connect {connects}; give one of {fitting}")
+        raise SpecError(f"{argument}={chosen.name} does not connect {connects}; give one of {', '.join(fitting)}")
     return chosen
 
 

@@ -67,4 +67,4 @@ def named(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
     for key, entry in entries.items():
         if key.lower() == str(name).lower():
             return entry
-    raise unknown_name(kind, str(name), list(entries), f"The table has {', '.join(entries)}.")
+    raise unknown_name(kind, str(name), list(entries), f"Give one of {', '.join(entries)}.")

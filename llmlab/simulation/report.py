@@ -124,7 +124,7 @@ def _of_stage(
     error, place = recording.failed
     upper = recording.engine.has_upper_sizes
     outcome: Outcome = "unknown" if upper else "out of memory"
-    where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+    where = f"{recording.phase}, {place}, whose request lacked {show_bytes(error.lacked)}"
     where += f", in stage {stage} of the pipeline" if stage else ""
     why = EAGER_TOO_LARGE if upper else Note("refused-request", str(error))
     if not how_much:

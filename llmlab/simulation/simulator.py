@@ -112,9 +112,7 @@ class Simulator:
         from ..base.units import show_bytes
 
         error, place = self._simulated.engine.refused, self._simulated.engine.asked
-        if error is None:
-            return None
-        return f"{place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+        return None if error is None else f"{place}, whose request lacked {show_bytes(error.lacked)}"
 
     @property
     def counts_all_kernels(self) -> bool:

@@ -29,11 +29,11 @@ from ..engine.real_host import RealHost
 from ..values.known import VALUES_LIMIT, forget, know, known
 from ..values.placeholders import (
     PLACEHOLDER,
-    UNKNOWN,
     Unknown,
     Whole,
     asked_by_torch,
     decided,
+    format_unknown,
     initializing,
     refuse,
     value_for,
@@ -450,7 +450,7 @@ def _repr(tensor: Tensor, **kwargs: Any) -> str:
     if value is not None:
         text = repr(value)[len("tensor(") : -1]
     else:
-        text = UNKNOWN if not tensor.dim() else f"{UNKNOWN}, size={tuple(tensor.shape)}"
+        text = format_unknown("") + (f", size={tuple(tensor.shape)}" if tensor.dim() else "")
         if tensor.dtype not in (torch.float32, torch.int64, torch.bool):
             text += f", dtype={tensor.dtype}"
     device = ", device='cuda:0'" if on_gpu(tensor) else ""

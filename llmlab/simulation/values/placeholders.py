@@ -32,6 +32,7 @@ WAY_ROUND = (
     "compute it from Python numbers, shapes or tensors on the host; or set all numbers that are read with "
     "llmlab run --assume 1 (lab.simulator(..., assume=1.0)); or lab.measure it"
 )
+printed: Counter[str] = Counter()  # how often code formatted a value that is not known
 _loops: Counter[tuple[str, int]] = Counter()  # by line: how often a placeholder continued a loop
 CHECKED = "deepspeed.runtime."  # it compares norms with the ones that it sets for gradients that are not finite
 # By operator: the code that needs the values, and an alternative.
@@ -187,7 +188,7 @@ class _Hidden:
     """What is printed instead of a number that the simulation does not know."""
 
     def __repr__(self) -> str:
-        return UNKNOWN
+        return format_unknown("")
 
     __str__ = __repr__
 
@@ -263,6 +264,7 @@ _SPEC = re.compile(r"(?:(.)?([<>=^]))?[-+ ]?z?#?0?(\d+)?")
 
 def format_unknown(spec: str) -> str:
     """Return the sign for an unknown value, padded to the width of a format specification for a number."""
+    printed[UNKNOWN] += 1
     match = _SPEC.match(spec)
     assert match is not None  # all of it is optional
     fill, align, width = match.groups()
