@@ -41,6 +41,8 @@ HELP = {
     "model without its adapter. Default: adapter with --lora, kept without; grpo has none.",
     "teacher": "Model to distill from, named like MODEL; default: a model as large as MODEL.",
     "completion_len": "Tokens that ppo and grpo generate, which count in --seq-len; required with them.",
+    "mean_completion_len": "Mean tokens of a completion in ppo and grpo; --completion-len is then the maximum. "
+    "Default: all completions have --completion-len tokens.",
     "generations": "Completions of each prompt in ppo and grpo.",
     "gpu_memory_utilization": "Share of the GPU's memory that the generating engine of ppo and grpo uses.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",

@@ -136,8 +136,9 @@ class Training(ChoiceSpec):
     KL term.
     `teacher` is the model to "distill" from, by default one of the same sizes. "ppo" and "grpo" count completions in
     `micro_batch`; a completion is the last `completion_len` tokens of a sequence, and `generations` of them share a
-    prompt. A vLLM engine on the same GPU generates them with the share `gpu_memory_utilization` of the memory (TRL's
-    default), and sleeps while the model trains.
+    prompt. With a `mean_completion_len`, completions differ in length (serving/rollout.py), and `completion_len` is the
+    maximum, to which training pads them, as TRL does. A vLLM engine on the same GPU generates them with the share
+    `gpu_memory_utilization` of the memory (TRL's default), and sleeps while the model trains.
 
     `stack` names the code that trains: "transformers", another stack's name, or that stack's options, such as
     `lab.Torchtitan(ac="full")`. A name stands for the options with that stack's defaults. Fields that were not given,
@@ -181,6 +182,7 @@ class Training(ChoiceSpec):
     reference: Reference | None = None
     teacher: str | None = None
     completion_len: int | None = None
+    mean_completion_len: int | None = None
     generations: int = 8
     gpu_memory_utilization: float = 0.3
     stack: StackOptions | str = TRANSFORMERS
@@ -276,6 +278,7 @@ class Training(ChoiceSpec):
             ("reference", objective.reference, self.reference),
             ("teacher", objective.loss == "teacher", self.teacher),
             ("completion_len", objective.generates, self.completion_len),
+            ("mean_completion_len", objective.generates, self.mean_completion_len),
         ):
             if value is not None and not applies:
                 raise SpecError(f"{name}={value!r} with {option}, which has none; leave it out")
@@ -303,6 +306,11 @@ class Training(ChoiceSpec):
             if self.completion_len >= self.seq_len:
                 raise SpecError(f"completion_len={self.completion_len} leaves no prompt in seq_len={self.seq_len}; "
                                 "give fewer tokens")  # fmt: skip
+            if self.mean_completion_len is not None:
+                self._check_counts("mean_completion_len")
+                if self.mean_completion_len > self.completion_len:
+                    raise SpecError(f"mean_completion_len={self.mean_completion_len} is more than completion_len="
+                                    f"{self.completion_len}, the maximum; give fewer tokens")  # fmt: skip
             if self.global_batch % self.generations:
                 raise SpecError(f"generations={self.generations} does not divide the {self.global_batch} completions "
                                 "of an update; give a divisor")  # fmt: skip
@@ -472,7 +480,7 @@ class Training(ChoiceSpec):
         if self.method == "sft":
             return self
         return replace(self, method="sft", micro_batch=self.sequences, reference=None, teacher=None,
-                       completion_len=None, num_labels=None)  # fmt: skip
+                       completion_len=None, mean_completion_len=None, num_labels=None)  # fmt: skip
 
     @property
     def tokens(self) -> int:

@@ -134,7 +134,8 @@ def test_a_stack_is_named_with_its_options():
     assert parsed("--stack", "transformers") == parsed()
 
 
-WITHOUT_A_DEFAULT = {"lora", "stack", "completion_len"}  # a run that may have a completion must have one
+# A run that may have a completion must have its length.
+WITHOUT_A_DEFAULT = {"lora", "stack", "completion_len", "mean_completion_len"}
 
 
 @pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - WITHOUT_A_DEFAULT))
