@@ -31,6 +31,7 @@ class ScriptReport(Tabular):
     gpu: str
     capacity: int
     world_size: int = 1
+    rank: int = 0
     steps: int = 0
     ended: str = "ran to its end"
     outcome: Outcome = "unknown"
@@ -77,7 +78,7 @@ class ScriptReport(Tabular):
             rows.append(("  80 % interval", between))
         rows.append(("optimizer steps", str(self.steps)))
         rows.append(("outcome", self.outcome))
-        ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""
+        ranks = f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
         at = f": {self.where}" if self.where else ""
         title = f"{self.command} on {self.gpu}{ranks}, simulated"
         return Table(("", ""), rows, title, "\n".join([f"The script {self.ended}{at}.", *self.notes]))

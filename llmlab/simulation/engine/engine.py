@@ -38,7 +38,7 @@ from ...base.notes import Note
 from ...hardware.gpu import GPU
 from ...recording.parts import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
-from ..devices import GPU_DEVICE, HOST
+from ..devices import GPU_DEVICE, HOST, Shown
 from ..values.collectives import COLLECTIVES, exchange
 from ..values.counts import BALANCED, BINS, DISTINCT, balance, counts_of, distinct_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
@@ -190,7 +190,7 @@ class Engine(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if mixed := mixed_devices(func, args):
-            raise RuntimeError(DEVICES_DIFFER.format(*mixed).replace(str(GPU_DEVICE), "cuda:0"))
+            raise RuntimeError(DEVICES_DIFFER.format(*mixed).replace(str(GPU_DEVICE), str(Shown.device)))
         workspace = self.workspaces.get(func.name())
         op = Operator(func, args, kwargs)
         try:
@@ -201,7 +201,8 @@ class Engine(TorchDispatchMode):
         except RuntimeError as error:
             if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
                 raise
-            raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
+            shown = str(error).replace(str(GPU_DEVICE), str(Shown.device))
+            raise RuntimeError(shown) from None  # two devices do not mix
         if func.namespace in COLLECTIVES:
             exchange(func, args, op.out)
         elif func in BINS and known(args[0]) is None:

@@ -23,7 +23,7 @@ from ...base.compat import (
     symbol,
 )
 from .. import FOLDER
-from ..devices import GPU_DEVICE, HOST
+from ..devices import GPU_DEVICE, HOST, Shown
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
 from ..values.known import VALUES_LIMIT, forget, know, known
@@ -45,7 +45,6 @@ from .dtensors import of_dtensors
 from .patches import made_on_card, on_card, set_data
 from .tensor_types import legacy_type
 
-CARD = torch.device("cuda", 0)
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 # Functions for which a whole number is an operand, not a size.
 TAKE_NUMBERS = frozenset((
@@ -72,7 +71,7 @@ SEES_CARD = (
 
 
 class Redirect(TorchFunctionMode):
-    """Maps "cuda" to the engine's device, and reports the engine's tensors as being on "cuda:0"."""
+    """Maps "cuda" to the engine's device, and reports the engine's tensors as being on `Shown.device`."""
 
     def __init__(self, engine: Engine, host: RealHost) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ class Redirect(TorchFunctionMode):
             Tensor.is_pinned: lambda tensor, *device: getattr(tensor, "simulated_pin", False),
             tensor_type.is_cuda.__get__: lambda tensor: on_card(tensor),
             tensor_type.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
-            Tensor.get_device: lambda tensor: 0 if on_card(tensor) else -1,
+            Tensor.get_device: lambda tensor: Shown.device.index if on_card(tensor) else -1,
             Tensor.new_tensor: _new_tensor,
             Tensor.type: _type,
             Tensor.item: self._item,
@@ -168,7 +167,8 @@ class Redirect(TorchFunctionMode):
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Show "cuda:0" to code outside torch, keep the mode on in backward passes, and let storages have addresses."""
+        """Show `Shown.device` to code outside torch, keep the mode on in backward passes, and give storages
+        addresses."""
         real_device: Any = FakeTensor.device  # a property
         run_backward = symbol("torch.autograd._engine_run_backward")
         real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
@@ -182,7 +182,7 @@ class Redirect(TorchFunctionMode):
 
         def default_device() -> torch.device:
             device = real_default()
-            return CARD if device == GPU_DEVICE else device
+            return Shown.device if device == GPU_DEVICE else device
 
         def pointer(storage: torch.UntypedStorage) -> int:
             address = self.engine.storage_address(storage)
@@ -217,7 +217,7 @@ class Redirect(TorchFunctionMode):
         if device != GPU_DEVICE or self.host.inside:
             return device
         inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
-        return device if inside and asking not in SEES_CARD else CARD
+        return device if inside and asking not in SEES_CARD else Shown.device
 
     def _device(self, dtensor: Tensor) -> torch.device:
         return self._shown(dtensor.device, sys._getframe(2).f_globals.get("__name__", ""))
@@ -227,7 +227,7 @@ class Redirect(TorchFunctionMode):
         if type(tensor) in (Tensor, FakeTensor):
             return tensor.to(GPU_DEVICE, non_blocking=non_blocking)
         with self:  # a subclass with a `to` of its own, which may name "cuda"
-            return tensor.to(CARD, non_blocking=non_blocking)
+            return tensor.to(Shown.device, non_blocking=non_blocking)
 
     # ---- values
 
@@ -309,7 +309,7 @@ class Redirect(TorchFunctionMode):
     def _numpy(self, tensor: Tensor, *, force: bool = False) -> Any:
         if on_card(tensor) and not force:
             raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. "
+                f"can't convert {Shown.device} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
         if tensor.requires_grad and not force:
@@ -453,7 +453,7 @@ def _repr(tensor: Tensor, **kwargs: Any) -> str:
         text = UNKNOWN if not tensor.dim() else f"{UNKNOWN}, size={tuple(tensor.shape)}"
         if tensor.dtype not in (torch.float32, torch.int64, torch.bool):
             text += f", dtype={tensor.dtype}"
-    device = ", device='cuda:0'" if on_card(tensor) else ""
+    device = f", device='{Shown.device}'" if on_card(tensor) else ""
     grad = f", grad_fn=<{type(tensor.grad_fn).__name__}>" if tensor.grad_fn is not None else ""
     grad = grad or (", requires_grad=True" if tensor.requires_grad else "")
     head = "Parameter containing:\n" if isinstance(tensor, nn.Parameter) else ""
