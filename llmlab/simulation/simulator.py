@@ -82,6 +82,22 @@ class Simulator:
         return self._card.peaks[1]
 
     @property
+    def host_peak(self) -> int:
+        """The most bytes of this rank's simulated tensors on the host: parameters before they move, offloaded states,
+        and copies from the GPU. Tensors with values, such as data sets, are not counted."""
+        return self._card.engine.on_host.peak
+
+    @property
+    def host_pinned(self) -> int:
+        """The bytes of `host_peak` in pinned memory."""
+        return self._card.engine.on_host.pinned_at_peak
+
+    @property
+    def host_lines(self) -> dict[str, int]:
+        """The bytes of `host_peak` by the line of code that created the tensors, the most first."""
+        return self._card.engine.on_host.lines_at_peak
+
+    @property
     def timeline(self) -> Timeline:
         """Bytes allocated after each allocation and each free, in order; `timeline.plot()` shows their categories."""
         return self._phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)

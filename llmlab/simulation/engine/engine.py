@@ -39,6 +39,7 @@ from ...hardware.gpu import GPU
 from ...recording.parts import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST, Shown
+from ..host_tensors import HostTensors
 from ..values.collectives import COLLECTIVES, exchange
 from ..values.counts import BALANCED, BINS, DISTINCT, balance, counts_of, distinct_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
@@ -123,6 +124,7 @@ class Engine(TorchDispatchMode):
         self.requests: dict[int, int] = {}  # requested bytes by the time of an allocation
         self.asked: Any = None  # the place of the last request, granted or not
         self.defers: frozenset[type] = frozenset()  # wrapper tensors (DTensor): operators are seen on their inner ones
+        self.on_host = HostTensors()
         self._time = 0
         self._live: dict[int, _Storage] = {}
         self._sizes: dict[int, int] = {}
@@ -265,6 +267,8 @@ class Engine(TorchDispatchMode):
             elif out.device == self.device and (size := storage.nbytes()):
                 node = current_autograd_node()
                 self.hold_at(out, self.malloc(size)).made_by = node._sequence_nr() if node is not None else None
+            elif self.host is not None and out.device == HOST and isinstance(out, FakeTensor):
+                self.on_host.hold(out)
         elif isinstance(out, (tuple, list)):
             for tensor in out:
                 self.hold(tensor)

@@ -79,7 +79,7 @@ class Redirect(TorchFunctionMode):
         tensor_type: Any = Tensor  # a function mode sees properties as their getters and setters
         self.special: dict[Any, Callable[..., Any]] = {
             Tensor.cuda: self._cuda,
-            Tensor.pin_memory: _pin_memory,
+            Tensor.pin_memory: self._pin_memory,
             Tensor.is_pinned: lambda tensor, *device: getattr(tensor, "simulated_pin", False),
             tensor_type.is_cuda.__get__: lambda tensor: on_card(tensor),
             tensor_type.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
@@ -129,9 +129,7 @@ class Redirect(TorchFunctionMode):
                 check_index(kwargs["device"])
                 kwargs["device"] = GPU_DEVICE
             if pinned:
-                tensor = func(*args, **kwargs)
-                tensor.simulated_pin = True
-                return tensor
+                return self._pinned(func(*args, **kwargs))
         if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
             check_index(args[1])
             args = (args[0], GPU_DEVICE, *args[2:])
@@ -228,6 +226,16 @@ class Redirect(TorchFunctionMode):
             return tensor.to(GPU_DEVICE, non_blocking=non_blocking)
         with self:  # a subclass with a `to` of its own, which may name "cuda"
             return tensor.to(Shown.device, non_blocking=non_blocking)
+
+    def _pin_memory(self, tensor: Tensor, *device: Any) -> Tensor:
+        if on_card(tensor):
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        return self._pinned(tensor.clone())
+
+    def _pinned(self, tensor: Any) -> Tensor:
+        tensor.simulated_pin = True
+        self.engine.on_host.pin(tensor)
+        return tensor
 
     # ---- values
 
@@ -425,14 +433,6 @@ def _new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None
     device = tensor.device if device is None else _redirected(device)
     new = torch.tensor(data, dtype=dtype or tensor.dtype, device=HOST).to(device)
     return new.requires_grad_() if requires_grad else new
-
-
-def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
-    if on_card(tensor):
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-    pinned: Any = tensor.clone()
-    pinned.simulated_pin = True
-    return pinned
 
 
 def _type(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
