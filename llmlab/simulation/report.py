@@ -206,6 +206,8 @@ def _take(
             simulated_gpu = SimulatedGPU(gpu, memory, host)
             stack.enter_context(as_cuda(simulated_gpu, host, run.world_size, 0) if host else installed(simulated_gpu))
             engine = simulated_gpu.engine
+            if isinstance(run, Training) and run.expert_imbalance > 1:
+                engine.busiest = run.expert_imbalance, run.ep
         else:
             engine = Engine(HOST, HostMemory())  # this machine's own libraries run on fake tensors
             for patch in (fake_parameters(), tensors_on_card(), count_random_states(engine),

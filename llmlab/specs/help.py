@@ -22,6 +22,8 @@ HELP = {
     "virtual_stages": "Virtual stages per pipeline rank; more than 1 interleaves 1F1B.",
     "cp": "Context-parallel ranks.",
     "ep": "Expert-parallel ranks, which are part of the --dp ranks; must be a divisor of --dp.",
+    "expert_imbalance": "Tokens of the busiest expert-parallel rank, divided by the mean of all ranks, from 1 "
+    "(even) to --ep.",
     "dp_replicate": "HSDP: number of copies of the sharded model; must be a divisor of --dp.",
     "sync_each_batch": "FSDP: reduce gradients after each micro-batch; otherwise, only after the last.",
     "reduce_dtype": "FSDP: dtype of the gradient reduction in mixed precision.",

@@ -103,7 +103,9 @@ class Training(ChoiceSpec):
     optimizer step accumulates the gradients of `accumulation` micro-batches. With attention="flash", packed documents
     or a batch without padding cost as much as `micro_batch` documents of their mean length. `dp`, `tp`, `pp`, `cp`,
     `ep` are the degrees of data, tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the
-    data-parallel ranks. `schedule` is the order of a pipeline's micro-batches; it is interleaved if `virtual_stages`
+    data-parallel ranks. `expert_imbalance` is the number of tokens that the busiest expert-parallel rank receives,
+    divided by the mean of all ranks: every layer waits for such a rank, and the memory is that of a rank which is the
+    busiest in every layer. `schedule` is the order of a pipeline's micro-batches; it is interleaved if `virtual_stages`
     (per rank) is more than 1. `dp_replicate` is the number of replicas of the sharded model (HSDP; torchtitan's name):
     each replica is sharded over `dp_shard` ranks.
     `sync_each_batch` (Accelerate's name): FSDP reduces gradients after each micro-batch. With False, the default of
@@ -164,6 +166,7 @@ class Training(ChoiceSpec):
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    expert_imbalance: float = 1.0
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     dp_replicate: int = 1
@@ -216,6 +219,7 @@ class Training(ChoiceSpec):
                             "zero=0")  # fmt: skip
         if self.dp % self.ep:
             raise SpecError(f"ep={self.ep} is not a divisor of dp={self.dp}, whose ranks share the experts; give one")
+        self._check_imbalance()
         if self.dp_replicate > 1:
             self._check_replicas()
         self._check_schedule()
@@ -411,6 +415,15 @@ class Training(ChoiceSpec):
         if conflicts:
             raise SpecError(f"optimizer='muon' with {', '.join(conflicts)}: torch's Muon needs whole matrices on the "
                             "GPU; leave it out, or give adamw")  # fmt: skip
+
+    def _check_imbalance(self) -> None:
+        imbalance = self.expert_imbalance
+        if isinstance(imbalance, bool) or not isinstance(imbalance, (int, float)) or not 1 <= imbalance <= self.ep:
+            raise SpecError(f"expert_imbalance={imbalance!r} with ep={self.ep}: give the tokens of the busiest rank "
+                            "divided by the mean, a number from 1 to ep")  # fmt: skip
+        if imbalance > 1 and getattr(self.stack, "moe_expert_capacity_factor", None) is not None:
+            raise SpecError(f"expert_imbalance={imbalance} with moe_expert_capacity_factor, which pads or drops the "
+                            "tokens of each expert to the same number; leave one of them out")  # fmt: skip
 
     def _check_replicas(self) -> None:
         option = f"dp_replicate={self.dp_replicate} with dp={self.dp}"

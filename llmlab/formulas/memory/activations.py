@@ -208,7 +208,9 @@ def _mlp(share: Share) -> list[Saved]:
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
     # Each token is copied to its experts, and their outputs are saved for the router's gradient. The sum is averaged
     # over the layers, because the first ones can be dense.
-    routed = share.expert_bytes * (2 * spec.experts_per_token * spec.hidden + tensors * spec.token_mlp_width)
+    received = round(spec.experts_per_token * spec.hidden * share.run.expert_imbalance)
+    kept = spec.experts_per_token * spec.hidden + received + tensors * share.mlp_width
+    routed = share.expert_bytes * kept
     moe = T * (routed + c * tensors * spec.shared_experts * spec.moe_intermediate)
     return [Saved("mlp", (moe * spec.moe_layers + dense * spec.dense_layers) // spec.layers)]
 
@@ -351,7 +353,7 @@ def checkpointed(share: Share) -> dict[str, int]:
             attention = 4 * spec.heads  # its output is the output projection's input
         saved_by_kind["matmul outputs"] = T * (attention + c * _adapter_results(share))
     else:
-        mlp = spec.token_mlp_width * (2 if spec.gated else 1)
+        mlp = share.mlp_width * (2 if spec.gated else 1)
         attention += adapters_stream(share) * _adapter_results(share)
         split = T * (c * (spec.query_width + 2 * spec.key_width + mlp) + attention)
         # The last matmul of a pair returns a partial sum for all tokens, which is reduce-scattered afterwards.

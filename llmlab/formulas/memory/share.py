@@ -69,6 +69,12 @@ class Share:
         return expert_bytes(self.run)
 
     @property
+    def mlp_width(self) -> int:
+        """The width of all MLPs that the rank computes, per token of its own; that of the busiest expert-parallel
+        rank."""
+        return round(self.spec.token_mlp_width * self.run.expert_imbalance)
+
+    @property
     def recomputes_last(self) -> bool:
         """Whether the rank's last block is recomputed. torchtitan can recompute only every n-th block."""
         return self.run.checkpointing is not None and self.layers % (stack_of(self.run).recomputes_one_in or 1) == 0

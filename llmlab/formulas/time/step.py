@@ -410,6 +410,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
         m, n, k = rows * matmul.copies, matmul.outputs, matmul.inputs
         if matmul.part == "head":
             m = run.scored // run.cp
+        if matmul.part == "experts":
+            m = round(m * run.expert_imbalance)  # of the busiest rank
         if matmul.cut == "outputs":
             n = n // run.tp or 1
         elif matmul.cut == "inputs":
