@@ -26,7 +26,7 @@ TIMES = --junit-xml=_build/durations/$@.xml -o junit_duration_report=total
 NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider -p tools.numeric_outputs --nbval-current-env \
     --nbval-cell-timeout=600
 
-.PHONY: help book read test env notebooks outputs site pdf lint dist unit nbval browser durations release \
+.PHONY: help book read test env notebooks outputs site pdf lint dist unit nbval browser screenshots durations release \
         instruction-sets schema figures benchmarks stacks scripts records gpu-notebooks colab-drift library-names lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
@@ -119,6 +119,9 @@ nbval: env ## run every notebook again and compare every output with the one tha
 
 browser: env ## read every built page, and open it in headless Chromium
 	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 2 --dist loadgroup $(TIMES) tests/book/test_site.py tests/book/test_browser.py
+
+screenshots: site env ## write each built page, light and wide, and dark on a phone, to _build/screenshots
+	@LLMLAB_SCREENSHOTS=1 $(PYTEST) --maxprocesses 2 --dist loadgroup tests/book/test_browser.py -k fits
 
 durations: env ## print what the last run of each stage took, and its slowest tests
 	@$(STAGE)

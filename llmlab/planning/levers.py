@@ -98,13 +98,16 @@ class Fix(Tabular):
             "Same result: the weights get the same updates except for rounding. More GPUs also enlarge the global "
             "batch, which changes the result.",
         ]
+        unknown = any(lever.report.outcome == "unknown" for lever in self.levers)
+        if unknown:
+            lines.append("Unknown: the estimate is too close to the GPU's memory to decide; run `llmlab simulate`.")
         if not any(lever.report.outcome == "fits" for lever in self.levers):
-            unknown = any(lever.report.outcome == "unknown" for lever in self.levers)
             makes = "is certain to make" if unknown else "makes"
             lines.append(f"No single change {makes} this run fit. Combine several, or search with `llmlab plan`.")
         assumed = (note for note in self.report.notes if note.code == "gpu-memory-assumed")
         footer = "\n".join([*lines, *assumed])
-        header = ("change", "saves per GPU", "change in time (same tokens)", "outcome", "same result", "chapter")
+        time = "change in time for the same number of tokens"
+        header = ("change", "saves per GPU", time, "outcome", "same result", "chapter")
         links = {lever.chapter: f"{BOOK}/{lever.chapter}.html" for lever in self.levers}
         return Table(header, rows, title, footer, (0, 3, 4, 5), links)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import ceil, expm1, log, log1p
 
 from ..base.notes import Note
-from ..base.units import show_bytes
+from ..base.units import show_bytes, show_seconds
 from ..hardware.gpu import GPU
 from ..report import Report
 from ..specs.model import ModelSpec
@@ -92,7 +92,7 @@ def with_generation(report: Report, spec: ModelSpec, run: Training, gpu: GPU) ->
     tokens, those = f"{service.output_len:,} tokens", "of them"
     if run.mean_completion_len:
         tokens, those = f"{run.mean_completion_len:,} tokens on average, and {max(lengths):,} at most", "of the longest"
-    takes = f"Generation takes {seconds:.3g} s if all {count} completions of a GPU have {tokens}"
+    takes = f"Generation takes {show_seconds(seconds)} if all {count} completions of a GPU have {tokens}"
     note = Note("generation", f"{takes}; the engine's cache holds {memory.requests:,} {those} together. The phases "
                 "follow each other, so their memory is not summed.")  # fmt: skip
     return replace(

@@ -2,7 +2,7 @@
 
 Needs `make site` and a Chromium (Debian's package chromium, or Chrome). Where there is none the tests say that they
 did not run; with LLMLAB_REQUIRE_BROWSER=1, as in continuous integration, that is a failure.
-Screenshots of each page, light and wide, and dark on a phone, go to _build/screenshots.
+`make screenshots` also writes pictures of each page, light and wide, and dark on a phone, to _build/screenshots.
 """
 
 import json
@@ -109,16 +109,8 @@ ONE_BY_ONE = [pytest.param(page, marks=pytest.mark.xdist_group(page)) for page i
 
 @pytest.fixture(scope="module", params=ONE_BY_ONE)
 def wide(request, browser, site):
-    """A page of the book, loaded once for all that is asked of it at this width."""
+    """A page of the book, loaded once for all that is asked of it."""
     with tab(browser) as page:
-        visit(page, site, request.param)
-        page.name = request.param
-        yield page
-
-
-@pytest.fixture(scope="module", params=ONE_BY_ONE)
-def phone(request, browser, site):
-    with tab(browser, PHONE) as page:
         visit(page, site, request.param)
         page.name = request.param
         yield page
@@ -205,7 +197,9 @@ def fits(page, scheme):
 
 
 def photograph(page, view):
-    """For people to look at. To draw a whole page takes longer than to load it."""
+    """For people to look at, where they asked for it: to draw a whole page takes longer than to load it."""
+    if not os.environ.get("LLMLAB_SCREENSHOTS"):
+        return
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     path = SCREENSHOTS / f"{Path(page.name).stem}-{view}.jpeg"
     page.screenshot(path=path, full_page=True, type="jpeg", quality=60)
@@ -217,11 +211,15 @@ def test_page_fits_the_screen(wide):
     photograph(wide, "light")
 
 
-def test_page_fits_a_phone(phone):
-    fits(phone, "light")
-    fits(phone, "dark")
-    photograph(phone, "phone-dark")
-    assert phone.problems == []
+def test_page_fits_a_phone(wide):
+    wide.set_viewport_size({"width": PHONE, "height": 900})
+    try:
+        fits(wide, "light")
+        fits(wide, "dark")
+        photograph(wide, "phone-dark")
+        assert wide.problems == []
+    finally:
+        wide.set_viewport_size({"width": WIDE, "height": 900})
 
 
 def test_tables_are_legible_in_the_dark(wide):

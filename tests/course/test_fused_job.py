@@ -1,5 +1,6 @@
 """The sums by hand of the chapter on fused kernels are those of the estimate: three peaks of memory, and the chunks."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,31 @@ def test_on_a_t4_the_fused_loss_saves_memory_only_from_more_tokens_than_the_hidd
 
     assert forward(h // 2, "liger") > forward(h // 2, None)
     assert forward(2 * h, "liger") < forward(2 * h, None)
+
+
+def test_on_an_a100_it_does_so_from_six_tenths_of_the_hidden_size():
+    def forward(tokens, kernels):
+        run = replace(BEFORE, precision="autocast-bf16", seq_len=tokens, kernels=kernels)
+        return lab.estimate(MODEL, run, "A100-80GB").phases["forward"]
+
+    assert forward(h // 2, "liger") > forward(h // 2, None)
+    assert forward(3 * h // 4, "liger") < forward(3 * h // 4, None)
+
+
+@pytest.mark.parametrize(("gpu", "temporary"), [("T4", 6), ("A100-80GB", 2)])
+def test_ligers_forward_pass_needs_the_gradient_a_cached_cast_and_temporaries(gpu, temporary, monkeypatch):
+    """Liger's own code under autocast, without its Triton kernel, which allocates nothing."""
+    fused = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy")
+    monkeypatch.setattr(fused, "liger_cross_entropy_kernel", defaultdict(lambda: lambda **_: None))
+    vocab, hidden, tokens = 50_000, 512, 256
+    with lab.simulator(gpu) as simulator:
+        head = torch.nn.Parameter(torch.empty(vocab, hidden, device="cuda"))
+        x = torch.empty(tokens, hidden, device="cuda", requires_grad=True)
+        targets = torch.zeros(tokens, dtype=torch.long, device="cuda")
+        before = simulator.allocated
+        with torch.autocast("cuda", torch.float16 if gpu == "T4" else torch.bfloat16):
+            fused.LigerFusedLinearCrossEntropyFunction.apply(x, head, targets)
+    assert simulator.peak_allocated - before == pytest.approx((4 + 2 + temporary) * vocab * hidden, rel=0.1)
 
 
 def test_each_chunk_moves_24_bytes_per_weight_of_the_head_on_a_t4_and_6_on_an_a100():

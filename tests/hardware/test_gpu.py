@@ -168,7 +168,7 @@ def test_memory_is_below_the_sticker_and_not_by_much(card):
 @CARDS
 def test_bandwidth_and_links_are_of_the_right_order(card):
     """Device memory is faster than NVLink, which is faster than PCIe; a swap of units or of directions breaks it."""
-    assert 250e9 < card.bandwidth <= 8e12
+    assert 200e9 < card.bandwidth <= 8e12
     assert card.nvlink is None or card.nvlink < card.bandwidth / 2
     assert card.pcie is None or 15e9 < card.pcie < 64e9
     assert card.pcie is None or card.nvlink is None or card.nvlink > card.pcie
@@ -197,13 +197,6 @@ def test_cublas_workspaces_are_those_of_torch():
         capability = card.compute_capability
         large = {"CDNA 3": 128 * MiB, "CDNA 4": None}.get(card.architecture, 32 * MiB)  # nobody looked up gfx950's
         assert card.cublas_workspace == (large if capability is None or capability >= (9, 0) else small)
-
-
-def test_t4_as_colab_shows_it():
-    t4 = gpu("T4")
-    assert t4.memory == 14912 * MiB
-    assert t4.context == int(140.875 * MiB)
-    assert t4.cublas_workspace == 8_519_680
 
 
 # ---- names

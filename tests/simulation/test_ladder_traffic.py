@@ -28,8 +28,8 @@ BYTES = {
     "cross_entropy": {0: (2 + 4 + 4 + 8 + 8 + 4 + 8, None), 1: (2 + 4 + 4 + 4, None), 3: (2, None), 4: (2, 2 * 2)},
 }
 # What the docstrings leave out: RMSNorm's weight and its gradient, 12 bytes a column, and 4 bytes per row; cos and sin,
-# as much as 2 of the 5 heads, which q's operators and k's read one after the other.
-LEFT_OUT = {"rms_norm": 12 / 2 / ladder.ROWS + 0.01, "rope": 2 * 2 / 5 + 1e-9}
+# as much as 2 of the 40 heads, which q's operators and k's read one after the other.
+LEFT_OUT = {"rms_norm": 12 / 2 / ladder.ROWS + 0.01, "rope": 2 * 2 / 40 + 1e-9}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Kernels of a Llama block, each in numbered rungs; importing this package imports neither torch nor Triton.
+"""Kernels of a Llama, each in numbered rungs; importing this package imports neither torch nor Triton.
 
     0  naive PyTorch     every line of the formula is a kernel of its own
     1  better PyTorch    PyTorch's fused operator, or a better order of its operators
