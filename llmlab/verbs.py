@@ -53,16 +53,18 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     comes from `llmlab.formulas.time.distributed` with `cluster`. None means the GPU's usual nodes, which a note names;
     the interval then also covers nodes with a quarter of their network adapters.
 
-    For a family without written formulas, memory and time of a training step are derived from the code of transformers,
-    as in `explain`. If that is not possible, for example without torch, the estimate is that of a plain transformer of
-    the same sizes, with a wider margin. A note says which of the two it is.
+    For a family without written formulas, and for a model with both dense layers and layers with experts, memory and
+    time of a training step are derived from the code of transformers, as in `explain`. If that is not possible, for
+    example without torch, the estimate is that of a plain transformer of the same sizes, with a wider margin. A note
+    says which of the two it is.
     Raises SpecError for an impossible run and UnknownName for an unknown model or GPU.
     """
     from .formulas.report import estimated
     from .simulation.deriving import trace_of
+    from .specs.check import has_formulas
 
     spec = find_model(model)
-    if gpu is not None and not spec.has_formulas:
+    if gpu is not None and not has_formulas(spec, run):
         trace_of(spec, run, gpu)
     return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
 

@@ -13,7 +13,7 @@ from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
 from ..report import Report
-from ..specs.check import check
+from ..specs.check import check, has_formulas
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
@@ -53,13 +53,13 @@ def assessed(
     card = None if gpu is None or cpu else find_gpu(gpu)
     run = check(spec, run, card)
     trace, memory = None, None
-    if card and not spec.has_formulas and has_trace(run) and (trace := find(spec, run, card)):
+    if card and not has_formulas(spec, run) and has_trace(run) and (trace := find(spec, run, card)):
         memory = _traced(trace, run)
     memory = memory or _memory(spec, run, card, cpu)
     peaks, peak = memory.peaks, memory.peak
     sort, fit = kind(spec, run, peak), Verdict("unknown", 0, 0)
     if card:
-        fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec))
+        fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec, run))
     refused = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # a compiled step may need less
     traced = _durations(spec, run, card, trace) if trace and card and isinstance(run, Training) else None
     time = timing(spec, run, card, cluster, traced)
@@ -90,7 +90,7 @@ def assessed(
         mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
-            *(() if spec.has_formulas else (_origin(spec, trace, traced),)),
+            *(() if has_formulas(spec, run) else (_origin(spec, trace, traced),)),
             *_notes(spec, run, card, peaks, sort, fit, time.notes),
         ),
     )
@@ -109,7 +109,7 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
         totals = [moment.total for moment in moments]
         peak = moments[totals.index(max(totals))]
         total = max(total, *totals)
-        fit = verdict(total, card, run.world_size, kind(spec, run, peak).holes, plainness(spec))
+        fit = verdict(total, card, run.world_size, kind(spec, run, peak).holes, plainness(spec, run))
         if fit.outcome == "out of memory":
             break
     return fit
@@ -173,7 +173,7 @@ def _durations(spec: ModelSpec, run: Training, gpu: GPU, trace: Trace) -> Traced
 
 
 def _origin(spec: ModelSpec, trace: Trace | None, traced: Traced | None) -> Note:
-    """Return the note on the source of an estimate for a family without formulas."""
+    """Return the note on the source of an estimate for a step without formulas."""
     plain = f"a plain transformer with the sizes of {spec.name}, with a wider margin"
     if trace:
         code = f"derived from the code of {spec.family} in transformers"
@@ -181,6 +181,9 @@ def _origin(spec: ModelSpec, trace: Trace | None, traced: Traced | None) -> Note
             return Note("derived", f"Memory and time are {code}.")
         return Note("derived-memory", f"The memory is {code}; the time is that of {plain}.")
     real = "`llmlab simulate` runs the real class"
+    if spec.has_formulas:
+        average = f"The formulas count all layers of {spec.name} as layers of average size"
+        return Note("plain-transformer", f"{average}, with a wider margin; {real}.")
     return Note("plain-transformer", f"{spec.family} has no formulas here. The estimate is that of {plain}; {real}.")
 
 

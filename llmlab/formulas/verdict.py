@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..base.terms import Outcome
 from ..hardware.gpu import GPU, gpus
+from ..specs.check import has_formulas
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training, stack_of
 from ..specs.stages import layers_of
@@ -99,7 +100,7 @@ def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
         return GENERATION
     if stack.copies_gathered:
         return Kind(f"{stack.name}'s runs", OTHER.holes + reserved_beside(spec, run) / peak.total)
-    if not spec.has_formulas or not _was_drawn(run):
+    if not has_formulas(spec, run) or not _was_drawn(run):
         return OTHER
     logits = 4 * run.tokens * spec.vocab // run.tp  # bytes in fp32, as the loss computes
     if peak.phase == "optimizer" or logits < SMALL * peak.total:
@@ -126,9 +127,9 @@ def _was_drawn(run: Training) -> bool:
     return plain and not left_out and not (run.zero and run.quantization)
 
 
-def plainness(spec: ModelSpec) -> float:
+def plainness(spec: ModelSpec, run: Run) -> float:
     """Return the factor by which the true peak may be above or below the estimate: 1 for families with formulas."""
-    return 1.0 if spec.has_formulas else PLAIN_MEMORY
+    return 1.0 if has_formulas(spec, run) else PLAIN_MEMORY
 
 
 def verdict(peak: int, gpu: GPU, ranks: int = 1, holes: float = OTHER.holes, off: float = 1.0) -> Verdict:

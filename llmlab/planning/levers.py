@@ -22,6 +22,7 @@ from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
 from ..report import Report, summary
 from ..simulation.deriving import trace_of
+from ..specs.check import has_formulas
 from ..specs.generic import attentions
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
@@ -138,8 +139,8 @@ def fix(
 def derived(
     spec: ModelSpec, run: Run, device: GPU | str | None, cluster: Cluster | None = None
 ) -> tuple[Report, Verdict]:
-    """Return `assessed`; for a family without written formulas, they are derived first."""
-    if device is not None and not spec.has_formulas:
+    """Return `assessed`; for a step without written formulas, they are derived first."""
+    if device is not None and not has_formulas(spec, run):
         trace_of(spec, run, device)
     return assessed(spec, run, device, cluster)
 

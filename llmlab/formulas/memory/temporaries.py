@@ -307,8 +307,7 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
 def expert_inputs(share: Share) -> int:
     """Return the bytes of activations and their gradients while the gradient of the experts' first weight is computed:
     the copies of the tokens and their gradient, and the gradient of both branches."""
-    spec = share.spec
-    widths = round(2 * spec.experts_per_token * (spec.moe_intermediate + spec.hidden) * share.run.expert_imbalance)
+    widths = 2 * (share.mlp_width + share.received_width)
     return share.tokens * share.expert_bytes * widths // share.run.tp
 
 

@@ -70,7 +70,7 @@ def search(
     choices = []
     for run in _runs(spec, gpu, devices, batch, settings):
         peak = peak_of(spec, run, gpu)
-        fits = verdict(peak, gpu, devices, off=plainness(spec)).outcome == "fits"
+        fits = verdict(peak, gpu, devices, off=plainness(spec, run)).outcome == "fits"
         choices.append(Choice(run, step(spec, run, gpu, nodes, overlap=overlap), peak, fits))
     if not choices:
         raise SpecError(f"no mesh of {devices} devices trains batch={batch} sequences of {spec.name}; try a multiple")

@@ -13,6 +13,7 @@ from ...base.notes import Note
 from ...hardware.gpu import GPU
 from ...hardware.links import GIVEN, Cluster, Rates, pcie_rates
 from ...hardware.links import cluster as cluster_of
+from ...specs.check import has_formulas
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training, stack_of
 from ..memory.share import attention_kernel, masked_layers
@@ -166,7 +167,7 @@ def _timing(spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None,
     host_less_s, host_more_s = _other_hosts(spec, run, gpu_kernels.host, parts.seconds, waits)
     low = min(rest / quicker, rest - host_less_s) - shapes.maybe_less_s + on_host.least
     high = max(longest, seconds + host_more_s) + shapes.maybe_more_s + older
-    if not (spec.has_formulas or traced):
+    if not (has_formulas(spec, run) or traced):
         low, high = low / PLAIN, high * PLAIN
     hidden = {"data": parts.hidden} if parts.hidden else {}
     if on_host.host:
