@@ -114,7 +114,8 @@ class ServingReport:
             ("TTFT", times.ttft, times.ttft_p99, ttft), ("TPOT", times.tpot, times.tpot_p99, tpot)
         ):  # fmt: skip
             between = f"80 % interval {show_seconds(low * value)} to {show_seconds(high * value)}"
-            waits = f", of which {show_seconds(times.waiting)} are waiting" if name == "TTFT" and times.waiting else ""
+            before = f", of which {show_seconds(times.waiting)} until the prompt is computed"
+            waits = before if name == "TTFT" and times.waiting else ""
             lines.append(f"{name:20}{show_seconds(value):>12}{waits} ({between}); p99 {show_seconds(far)}")
         lines.append(f"{'ITL':20}{'':12} p99 {show_seconds(times.itl_p99)}")
         rate, (low, high) = times.tokens_per_second, self.rate_interval
