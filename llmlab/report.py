@@ -169,11 +169,13 @@ class Report(Tabular):
                 rows.append((f"({_label(part)}, not at the peak)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
             if kinds and (rest := self.parts.get(part, 0) - sum(kinds.values())) > 0:
-                rows.append((f"  other {_label(part)}", show_bytes(rest)))
+                rows.append(("  the rest" if part == "other" else f"  other {_label(part)}", show_bytes(rest)))
         for label, name, shown in PEAKS:
             if (size := getattr(self, name)) is not None or name == "peak_allocated":
                 at_least = ", at least" if name == "needed" and self.peak_reserved is None else ""
                 rows.append((label + at_least, shown(size)))
+        if self.needed and self.capacity and self.needed > self.capacity:
+            rows.append(("  more than the device has", show_bytes(self.needed - self.capacity)))
         rows += [(f"peak during {PHASES[phase]}", show_bytes(size)) for phase, size in self.phases.items()]
         for label, name, shown in SPEED:
             if (value := getattr(self, name)) is not None:
@@ -199,13 +201,6 @@ class Report(Tabular):
             for path, sizes in self.modules.items()
         ]
         return str(Table(("", *parts, "all"), rows, f"{self.title}, the peak by module, MiB"))
-
-    def time_table(self) -> str:
-        """Return what the time of a step is made of, and where each rate is from, as a printed table."""
-        if not self.time:
-            return f"{self.title}: the time is not divided; lab.estimate(model, run, gpu) does that"
-        rows = [(part, show_seconds(value), self.time_sources.get(part, "")) for part, value in self.time.items()]
-        return str(Table(("", "seconds", "from"), rows, f"{self.title}, {show_seconds(self.step_seconds)} per step"))
 
     def __repr__(self) -> str:
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"

@@ -53,16 +53,18 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     comes from `llmlab.formulas.time.distributed` with `cluster`. None means the GPU's usual nodes, which a note names;
     the interval then also covers nodes with a quarter of their network adapters.
 
-    For a family without written formulas, memory and time of a training step are derived from the code of transformers,
-    as in `explain`. If that is not possible, for example without torch, the estimate is that of a plain transformer of
-    the same sizes, with a wider margin. A note says which of the two it is.
+    For a family without written formulas, and for a model with both dense layers and layers with experts, memory and
+    time of a training step are derived from the code of transformers, as in `explain`. If that is not possible, for
+    example without torch, the estimate is that of a plain transformer of the same sizes, with a wider margin. A note
+    says which of the two it is.
     Raises SpecError for an impossible run and UnknownName for an unknown model or GPU.
     """
     from .formulas.report import estimated
     from .simulation.deriving import trace_of
+    from .specs.check import has_formulas
 
     spec = find_model(model)
-    if gpu is not None and not spec.has_formulas:
+    if gpu is not None and not has_formulas(spec, run):
         trace_of(spec, run, gpu)
     return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
 
@@ -103,13 +105,13 @@ def explain(model: ModelLike, run: Training, gpu: GPU | str) -> Explanation:
     from .traces.explain import explained
     from .traces.store import has_trace
 
-    spec, card = find_model(model), find_gpu(gpu)
-    checked = check(spec, run, card)
+    spec, gpu = find_model(model), find_gpu(gpu)
+    checked = check(spec, run, gpu)
     if not has_trace(checked):
         raise NotAvailable("explain derives the formula of an eager training step of transformers, without offload, "
                            "pp, zero=1 and fp8; leave out these options, or ask lab.simulate")  # fmt: skip
     need_packages("deriving a formula", "torch", "transformers")
-    trace = trace_of(spec, checked, card)
+    trace = trace_of(spec, checked, gpu)
     if trace is None:
         sizes = f"{run.micro_batch} × {run.seq_len} tokens"
         raise NotAvailable(f"a step of {spec.name} at {sizes} has no formula, because it runs different operators at "
@@ -228,13 +230,13 @@ def compare(
                 "stacks= compares predictions of a training step; give a lab.Training and leave out measure"
             )
         return _across(model, run, gpu or host().gpu or "cpu", cluster, stacks)
-    card = (host().gpu or "cpu") if gpu is None else gpu
+    device = (host().gpu or "cpu") if gpu is None else gpu
     if measure:
         if gpu is not None:
             raise SpecError(f"measure=True with gpu={gpu!r}: this machine is what is measured; give one of the two")
-        return Comparison((*_predicted(model, run, card, cluster), _measured(model, run)))
-    newest = {report.source: report for report in reversed(records(model, run, card))}
-    return Comparison((*_predicted(model, run, card, cluster), *newest.values()))
+        return Comparison((*_predicted(model, run, device, cluster), _measured(model, run)))
+    newest = {report.source: report for report in reversed(records(model, run, device))}
+    return Comparison((*_predicted(model, run, device, cluster), *newest.values()))
 
 
 def _across(
@@ -385,7 +387,7 @@ def _assumptions(spec: ModelSpec, run: Run, gpu: GPU | str | None) -> tuple[Note
         half = run.compute_dtype
         if run.precision.startswith("autocast"):
             usual = f"If the script loads them in {half}, as the Trainer's {half}=True leaves them, give "
-            half_size = f"{usual}half_layers='all' (--half-layers all); they then take half of the memory."
+            half_size = f"{usual}half_layers='all'; they then take half of the memory."
             assumed += (Note("frozen-in-fp32", f"precision={run.precision!r} has frozen weights in fp32. {half_size}"),)
     return assumed
 

@@ -73,7 +73,7 @@ def simulated(row: Row) -> int:
     """Return the bytes of the simulated peak, allocated or reserved."""
     with lab.simulator(row.card) as sim:
         if row.older:
-            sim._card.engine.workspaces = OLDER
+            sim._simulated.engine.workspaces = OLDER
         row.run()
         return sim.peak_reserved if row.of == "reserved" else sim.peak_allocated
 

@@ -112,7 +112,7 @@ def model_name(model: ModelLike) -> str | None:
 
 
 @lru_cache(maxsize=512)
-def _card_name(name: str) -> str:
+def _gpu_name(name: str) -> str:
     if name.lower() == CPU:
         return CPU
     try:
@@ -123,7 +123,7 @@ def _card_name(name: str) -> str:
 
 def recorded_gpu(report: Report) -> str:
     """Return the name of a report's GPU; a report of a CPU names none, and is of "cpu"."""
-    return CPU if report.gpu is None else _card_name(report.gpu)
+    return CPU if report.gpu is None else _gpu_name(report.gpu)
 
 
 def gpu_of(here: Host) -> str:
@@ -138,4 +138,4 @@ def gpu_name(gpu: GPU | str, recorded: Set[str] = frozenset()) -> str:
     """Return the name by which GPUs are compared: the table's, "cpu", or one of those `recorded`; else UnknownName."""
     if isinstance(gpu, GPU):
         return gpu.name
-    return _card_name(gpu) if gpu in recorded or gpu.lower() == CPU else find_gpu(gpu).name
+    return _gpu_name(gpu) if gpu in recorded or gpu.lower() == CPU else find_gpu(gpu).name

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -123,14 +123,17 @@ class Tabular(ABC):
         return self._table()._repr_html_()
 
 
-def show(answer: Table | Tabular | str) -> None:
-    """Print to stdout: to a terminal a table in its width and in colours (not with NO_COLOR set), else plain text."""
-    if isinstance(answer, str) or not sys.stdout.isatty():
-        print(answer)
+def show(answer: Table | Tabular | str, in_words: Callable[[str], str] = str) -> None:
+    """Print to stdout: to a terminal a table in its width and in colours (not with NO_COLOR set), else plain text.
+    `in_words` returns the footer of a table as it is printed."""
+    table = answer._table() if isinstance(answer, Tabular) else answer
+    if isinstance(table, Table):
+        table = replace(table, footer=in_words(table.footer))
+    if isinstance(table, str) or not sys.stdout.isatty():
+        print(table)
         return
     from rich.console import Console
 
-    table = answer._table() if isinstance(answer, Tabular) else answer
     console = Console(highlight=False)
     any_width = console.options.update(width=UNLIMITED)
     least = console.measure(table._columns(), options=any_width).minimum

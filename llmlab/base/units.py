@@ -11,7 +11,7 @@ def show_bytes(size: int | None, digits: int = 2) -> str:
     if size is None:
         return "–"
     for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if abs(size) >= unit:
+        if round(abs(size) / unit * KiB, digits) >= KiB:  # also if it rounds up to 1024 of the smaller unit
             return f"{size / unit:,.{digits}f} {name}"
     return f"{size} B"
 
@@ -23,20 +23,24 @@ def unit_of(largest: int) -> tuple[int, str]:
 
 def show_count(count: int) -> str:
     """Return a count of parameters or tokens as the field writes it: 124M, 8.03B, 1T."""
+    rounded = float(f"{count:.3g}")
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= unit:
-            return f"{count / unit:.3g}{name}"
+        if rounded >= unit:
+            return f"{show_digits(count / unit)}{name}"
     return str(count)
+
+
+def show_digits(number: float, digits: int = 3) -> str:
+    """Return `number` with so many digits, and with more only before the point."""
+    rounded = f"{number:,.{digits}g}"
+    return f"{number:,.0f}" if "e+" in rounded else rounded
 
 
 def show_seconds(seconds: float | None) -> str:
     """Return a duration in the unit that reads best; None, not known, is a dash."""
     if seconds is None:
         return "–"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds / 3600:.3g} h" if seconds < 172_800 else f"{seconds / 86_400:.3g} days"
+    for unit, name, most in ((1e-3, "ms", 1000), (1, "s", 120), (60, "min", 120), (3600, "h", 48)):
+        if float(f"{seconds / unit:.3g}") < most:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{show_digits(seconds / 86_400)} days"

@@ -23,7 +23,7 @@ from .. import hardware, verbs
 from ..base.errors import SCRIPT_FAILED, LabWarning, NotAvailable, ScriptFailed, SpecError, UnknownName
 from ..base.files import is_library
 from ..base.tables import Table, Tabular, show
-from ..base.units import GB, GiB, show_bytes, show_count
+from ..base.units import GB, GiB, show_bytes, show_count, show_digits
 from ..base.version import __version__
 from ..hardware.doctor import doctor as check_machine
 from ..hardware.gpu import DTYPES, GPU
@@ -34,7 +34,8 @@ from ..specs.hub_cache import download_config
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
 from ..specs.run import Training
-from .options import EXIT_CODES, MODEL, changed, cluster_from, cluster_options, run_from, spec_options
+from .in_options import in_options
+from .options import EXIT_CODES, GENERATION, MODEL, changed, cluster_from, cluster_options, run_from, spec_options
 from .plan import add_fix, add_plan
 from .run import add_run
 from .serve import add_serve
@@ -43,8 +44,19 @@ EXIT = {"fits": 0, "out of memory": 1, "unknown": 2}
 INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
 
 
+# Of options that a command cannot do without: a value, for the error that one is missing.
+EXAMPLES = {"--gpu": "T4", "--gpus": "8xH100-80GB", "--global-batch": "64", "--for": "seq-len"}
+
+
 class OneLineErrors(click.Group):
     """A click group that prints an error as one line on stderr and exits with the code that the command returns."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (SpecError, UnknownName, NotAvailable) as error:
+            command = self.commands[ctx.invoked_subcommand or ""]
+            raise click.ClickException(in_options(str(error), command)) from error
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> None:  # type: ignore[override]
         extra.pop("standalone_mode", None)
@@ -53,11 +65,13 @@ class OneLineErrors(click.Group):
                 warnings.showwarning = _warn
                 code = super().main(args, prog_name or "llmlab", standalone_mode=False, **extra)
         except click.NoSuchOption as error:
-            code = _fail(error.format_message() + _field_of_a_plan(error))
+            code = _fail(_no_such_option(error))
+        except click.MissingParameter as error:
+            option = error.param.opts[0] if error.param else ""
+            example = f" For example: {option} {EXAMPLES[option]}" if option in EXAMPLES else ""
+            code = _fail(error.format_message() + example)
         except click.ClickException as error:
             code = _fail(error.format_message())
-        except (SpecError, UnknownName, NotAvailable) as error:
-            code = _fail(str(error))
         except ScriptFailed as error:
             click.echo(str(error), err=True)
             code = _fail(SCRIPT_FAILED)
@@ -131,10 +145,10 @@ def estimate(context: click.Context, vs: str | None, lengths: str | None, as_jso
 
 
 def _estimated(context: click.Context) -> Report:
-    return verbs.estimate(context.params["model"], run_from(context), _card(context), cluster_from(context))
+    return verbs.estimate(context.params["model"], run_from(context), _device(context), cluster_from(context))
 
 
-def _card(context: click.Context) -> GPU | str | None:
+def _device(context: click.Context) -> GPU | str | None:
     name, power = context.params["gpu"], context.params["power"]
     if power is not None and name is None:
         raise SpecError("--power needs --gpu; name the GPU that has this power limit")
@@ -149,7 +163,7 @@ def _of_lengths(context: click.Context, file: str, as_json: bool) -> int:
         raise SpecError("--lengths is for training steps; leave out the options of generation")
     if context.get_parameter_source("seq_len") is ParameterSource.COMMANDLINE:
         raise SpecError("--lengths and --seq-len both say how long sequences are; leave out one of them")
-    lengths = padded(context.params["model"], run, _card(context), read_lengths(file), cluster_from(context))
+    lengths = padded(context.params["model"], run, _device(context), read_lengths(file), cluster_from(context))
     _print(_dump(lengths.to_dict()) if as_json else lengths)
     return EXIT[lengths.worst.outcome]
 
@@ -169,14 +183,17 @@ def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: A
 @_verb
 @_model
 @_gpu(required=True, help="GPU (a name listed by `llmlab gpus`).")
-@click.option("--latex", is_flag=True, help="Print the sum as LaTeX.")
+@click.option("--latex", is_flag=True, help="Print the formula as LaTeX.")
 @_json
 def explain(context: click.Context, model: str, gpu: str, latex: bool, as_json: bool, **_: Any) -> int:
     """Print the formula of the peak memory of a training step.
 
-    The formula is derived from the code of transformers: a row for each kind of tensor that is alive at the peak.
+    The formula is derived from the code of transformers, and the table has a row for each kind of tensor alive at the
+    peak.
     """
     run = run_from(context)
+    if latex and as_json:
+        raise SpecError("--latex and --json exclude each other; leave out one of them")
     if not isinstance(run, Training):
         raise SpecError("explain has formulas of training steps; leave out the options of generation")
     explanation = verbs.explain(model, run, gpu)
@@ -190,7 +207,7 @@ explain.epilog = "Exit codes: 0 = the formula is printed; 2 = invalid input, or 
 @_verb
 @_model
 @click.option("--for", "name", required=True, metavar="SIZE",
-              help="seq-len, micro-batch or lora-rank of a training run, seq-len or batch of a generation, or gpu.")
+              help="For training: seq-len, micro-batch or lora-rank. For generation: seq-len or batch. For both: gpu.")
 @_gpu(help="GPU that the run must fit (a name listed by `llmlab gpus`, or a memory such as 48GB); not with --for gpu.")
 @click.option("--simulate/--no-simulate", default=True, show_default=True,
               help="Confirm the answer by simulation, which takes minutes, or by estimates alone.")  # fmt: skip
@@ -200,9 +217,12 @@ def solve(
 ) -> int:
     """Find the largest run that fits a GPU, or the smallest GPU.
 
-    For example, --for seq-len finds the longest sequence. The size itself need not be given.
+    For example, --for seq-len finds the longest sequence. Omit the option that you solve for.
     """
-    solution = verbs.solve(model, run_from(context), gpu, name.replace("-", "_"), simulate=simulate)
+    size = name.replace("-", "_")
+    if context.params.get(size) is not None and context.get_parameter_source(size) is ParameterSource.COMMANDLINE:
+        raise SpecError(f"--{size.replace('_', '-')} is the size that --for {name} finds; leave it out")
+    solution = verbs.solve(model, run_from(context), gpu, size, simulate=simulate)
     _print(_dump(solution.to_dict()) if as_json else solution)
     return EXIT[solution.outcome]
 
@@ -259,16 +279,16 @@ def _list(entries: Any, table: Table | Tabular, as_json: bool) -> int:
 @_json
 def gpus(as_json: bool) -> int:
     """List the GPUs: memory, bandwidth, peak FLOP/s."""
-    cards = hardware.gpus()
+    gpus = hardware.gpus()
     rows = []
-    for gpu in cards:
-        peaks = ["–" if (peak := gpu.peak(dtype)) is None else f"{peak / 1e12:,.4g}" for dtype in DTYPES]
+    for gpu in gpus:
+        peaks = ["–" if (peak := gpu.peak(dtype)) is None else show_digits(peak / 1e12, 4) for dtype in DTYPES]
         capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "–"
         rows.append((gpu.name, f"{gpu.memory / GiB:.2f}", f"{gpu.bandwidth / GB:,.0f}", *peaks, capability))
     header = ("name", "GiB", "GB/s", *DTYPES, "capability")
     units = "Memory is in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s. "
     table = Table(header, rows, footer=units + "A dash means that the GPU has none, or that it is unknown.")
-    return _list([asdict(gpu) for gpu in cards], table, as_json)
+    return _list([asdict(gpu) for gpu in gpus], table, as_json)
 
 
 @cli.command()
@@ -357,22 +377,33 @@ def _dump(data: Any) -> str:
 
 
 def _print(answer: Table | Tabular | str) -> None:
-    """Write the answer to stdout; neither a closed pipe (`| head`) nor a letter that it cannot encode is an error."""
+    """Write the answer to stdout, with the options of the command in the place of Python's fields in a table's notes;
+    neither a closed pipe (`| head`) nor a letter that it cannot encode is an error."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
+    command = click.get_current_context().command
     try:
-        show(answer)
+        # The notes of a plan are about the runs in its table, whose fields are no options of it.
+        show(answer, str if command.name == "plan" else lambda notes: in_options(notes, command))
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more on exit: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _field_of_a_plan(error: click.NoSuchOption) -> str:
-    """Return how `llmlab plan`, which varies the run's fields, is told one that other commands have as an option."""
-    field = error.option_name.lstrip("-").replace("-", "_")
-    asked = error.ctx is not None and error.ctx.info_name == "plan" and field in Training().to_dict()
-    return f" To fix this field of the run give --fixed {field}=VALUE." if asked else ""
+def _no_such_option(error: click.NoSuchOption) -> str:
+    """Return the message of an unknown option, with the nearest ones and those that share a word. It marks options of
+    generation, which switch to it. A field of the run that `llmlab plan` varies is one of --fixed."""
+    message, field = error.message, error.option_name.lstrip("-").replace("-", "_")
+    known = [option for option in error.ctx.command.params if isinstance(option, click.Option)] if error.ctx else []
+    if field in Training.__dataclass_fields__ and any(option.name == "fixed" for option in known):
+        return f"{message} To fix this field of the run give --fixed {field}=VALUE."
+    names = [option.opts[0] for option in known if not option.is_flag]
+    alike = [name for name in names if name.split("-")[-1] in field.split("_")]
+    generates = {f"--{name.replace('_', '-')}" for name in GENERATION if any(o.name == "inference" for o in known)}
+    near = sorted(dict.fromkeys((*alike, *(error.possibilities or ()))), key=lambda name: name in generates)
+    choices = [f"{name} (for generation)" if name in generates else name for name in near]
+    return f"{message} Did you mean {' or '.join(choices)}?" if choices else message
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -21,13 +21,15 @@ from ..hardware.this_machine import host
 from ..specs.help import HELP
 from ..specs.run import Inference, LoRA, Run, Training
 
+# The names of the fields that only a generation has.
 GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
 # The help's words for defaults that depend on the device or on other options.
 USUAL = {
-    "precision": "autocast-bf16, or bf16 if --lora is given without --quantization. A T4 or V100 has fp16 in the place "
-    "of bf16, a CPU fp32. --stack and --from can change the default",
+    "precision": "autocast-bf16, or bf16 if --lora is given without --quantization. On a T4 or V100 the default uses "
+    "fp16 instead of bf16; on a CPU it is fp32. --stack and --from can change the default",
     "weights": "bf16; on a T4 or V100: fp16",
     "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a T4 or V100",
+    "reference": "adapter with --lora, otherwise kept; with grpo, none",
     "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",
 }
 MODEL = "MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder."

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from .. import verbs
 from ..base.errors import SpecError
@@ -42,7 +43,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
                   help="One of fastest, cheapest, smallest (least memory).")
     @click.option("--stack", default="transformers", show_default=True,
                   help=f"Training code. One of {', '.join((TRANSFORMERS, *STACKS))}. Its own options follow a colon: "
-                  "torchtitan:ac=full.")
+                  "torchtitan:ac=full; an unknown one prints the list.")
     @click.option("--write", "folder", metavar="DIR", help="Write the launch files of the best run to this folder.")
     @click.option("--force", is_flag=True, help="Let --write replace files.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
@@ -53,11 +54,14 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         """Search for the best training configuration on your GPUs.
 
         Formulas rank the configurations, and simulations confirm the best ones. A star marks memory that was estimated
-        because llmlab cannot simulate the run. Ctrl-C stops the search and prints the best configurations so far. With
-        --goal cheapest, the search also tries other GPU models whose price is known, but no more GPUs than --gpus.
+        because llmlab cannot simulate the run. A dagger marks the memory of an eager step, an upper bound of the
+        compiled step's. Ctrl-C stops the search and prints the best configurations so far. With --goal cheapest, the
+        search also tries other GPU models with a known price, in numbers up to that of --gpus.
 
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """
+        if force and folder is None:
+            raise SpecError("--force replaces the files of --write; give --write DIR as well")
         answer = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
         show(json.dumps(answer.to_dict(), indent=1, default=dict) if as_json else answer)
         if folder is not None and answer.best:
@@ -97,6 +101,10 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         snapshots, models = [word for word in words if is_snapshot(word)], [w for w in words if not is_snapshot(w)]
         if len(snapshots) > 2 or len(models) > 1:
             raise SpecError(f"fix got {' '.join(words)}; give at most two snapshots and one MODEL")
+        given = [option.opts[0] for option in context.command.params if option.name not in ("words", "as_json")
+                 and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE]  # fmt: skip
+        if given and not models:
+            raise SpecError(f"{given[0]} describes the run of a MODEL, and none was given; give one")
         answers: dict[str, Any] = {}
         if snapshots:
             answers["snapshot"] = verbs.fix(snapshots[0], against=snapshots[1] if len(snapshots) == 2 else None)

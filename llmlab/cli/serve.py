@@ -12,6 +12,7 @@ import click
 
 from .. import verbs
 from ..base.errors import SpecError
+from ..base.notes import Note
 from ..base.tables import Table, Tabular
 from ..base.units import show_seconds
 from ..hardware.gpu import GPU
@@ -19,10 +20,14 @@ from ..hardware.gpu import gpu as find_gpu
 from ..hardware.gpu import gpus as all_gpus
 from ..serving.service import HELP, Service
 from ..specs.model import model as find_model
+from .in_options import in_options
 from .options import picture_file
 
 if TYPE_CHECKING:
     from ..serving.report import ServingReport
+
+# Fields of a service that such an answer sets itself.
+TRIED = {"--slo": ("tp", "ep", "dp_attention", "concurrency"), "--frontier": ("concurrency", "rate")}
 
 
 def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None]) -> None:
@@ -35,12 +40,13 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
     @click.argument("model")
     @click.option("--gpu", "--gpus", "gpu", metavar="GPUS",
                   help="GPUs of one deployment, for example H100 or 8xH200; names as listed by `llmlab gpus`. With "
-                  "--slo, any (the default) compares all GPU models whose kernels were measured.")
+                  "--slo, name a GPU without a number; the default there is the value `any`, which compares all GPU "
+                  "models whose kernels were measured.")
     @click.option("--slo", metavar="ttft=TIME,tpot=TIME",
                   help="Find the cheapest deployments on --gpu that answer --rate requests per second with a median "
                   "TTFT and TPOT within these limits, for example ttft=1s,tpot=30ms.")
-    @click.option("--frontier", is_flag=True, help="Print latency and throughput for 1, 2, 4, ... users, as far as "
-                  "the cache holds their requests.")
+    @click.option("--frontier", is_flag=True, help="Print latency and throughput for 1, 2, 4, ... users, up to the "
+                  "number of users whose requests fit in the KV cache.")
     @click.option("--plot", metavar="FILE", callback=picture_file,
                   help="Draw the points of --frontier into FILE: .png, .svg or .pdf.")
     @click.option("--users", type=int, metavar="N",
@@ -64,6 +70,14 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         service = Service(**{"tp": count // stages, **options})
         if plot and not frontier:
             raise SpecError(f"--plot {plot} draws the points of --frontier; give --frontier as well")
+        answers = {"--slo": slo is not None, "--frontier": frontier, "--users": users is not None, "--launch": launch}
+        asked = [flag for flag, given_one in answers.items() if given_one]
+        if len(asked) > 1:
+            raise SpecError(f"{' and '.join(asked)} ask for different answers; give one of them")
+        if both := [name for flag in asked for name in TRIED.get(flag, ()) if name in options]:
+            raise SpecError(f"{asked[0]} tries values of {both[0]}={options[both[0]]}; leave out one of them")
+        if slo is not None and count > 1:
+            raise SpecError(f"--slo finds the number of GPUs, and --gpu {gpu} gives one; give --gpu {name}")
         if slo is not None:
             return _sized(show, model, service, name, slo, as_json)
         if name is None:
@@ -76,7 +90,8 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
             from ..serving.report import possible
 
             possible(find_model(model), service, find_gpu(name))
-            show(launch_line(find_model(model).name, service))
+            line = launch_line(find_model(model).name, service)
+            show(_dump({"command": line}) if as_json else line)
             return 0
         if frontier:
             from ..serving.sizing import frontier as points_of
@@ -91,7 +106,7 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
                 show(_dump([asdict(point) for point in points]) if as_json else frontier_table(points))
                 return 0 if points else 1
         report = verbs.serve(model, service, name)
-        show(_dump(report.to_dict()) if as_json else str(report))
+        show(_dump(report.to_dict()) if as_json else _text(report))
         return 0 if report.outcome == "fits" else 1
 
     serve.params += [_option(name, hint, getattr(Service, name)) for name, hint in get_type_hints(Service).items()]
@@ -104,6 +119,12 @@ def _option(name: str, hint: Any, default: Any) -> click.Option:
     flags = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
     shown = "" if name == "tp" or default is None else f"  [default: {default}]"
     return click.Option([flags, name], type=kind, default=None, help=HELP[name] + shown)
+
+
+def _text(report: ServingReport) -> str:
+    """Return the report as text, with this command's options in its notes."""
+    command = click.get_current_context().command
+    return str(replace(report, notes=tuple(Note(note.code, in_options(note, command)) for note in report.notes)))
 
 
 def _gpus(text: str | None) -> tuple[str | None, int]:
@@ -119,9 +140,9 @@ def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as
 
     if users < 1:
         raise SpecError(f"--users {users}: give 1 or more")
-    spec, card = find_model(model), find_gpu(gpu)
-    tokens = longest_context(spec, service, card, users)
-    share = None if service.engine == "llama.cpp" else least_utilization(spec, service, card, users)
+    spec, device = find_model(model), find_gpu(gpu)
+    tokens = longest_context(spec, service, device, users)
+    share = None if service.engine == "llama.cpp" else least_utilization(spec, service, device, users)
     if as_json:
         show(_dump({"longest_context": tokens, "gpu_memory_utilization": share}))
     else:
@@ -129,7 +150,7 @@ def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as
         if service.engine == "llama.cpp":
             show(f"{words} with all layers, or --n-gpu-layers of them, on the GPU.")
             return 0 if tokens else 1
-        least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than a {card.name} has"
+        least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than a {device.name} has"
         show(f"{words}. Requests of {service.prompt_len + service.output_len:,} tokens need {least}.")
     return 0 if tokens else 1
 
@@ -144,34 +165,34 @@ def _sized(show: Callable, model: str, service: Service, gpu: str | None, slo: s
     if sorted(name for name, _ in pairs) != ["tpot", "ttft"]:
         raise SpecError(f"--slo {slo}: give both, and each once, for example ttft=1s,tpot=30ms")
     limits = dict(pairs)
-    cards = [find_gpu(gpu)] if gpu else [card for card in map(find_gpu, all_gpus()) if engine_kernels(card).measured]
-    options = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], cards)
+    devices = [find_gpu(gpu)] if gpu else [one for one in map(find_gpu, all_gpus()) if engine_kernels(one).measured]
+    options = deployments(find_model(model), service, service.rate, limits["ttft"], limits["tpot"], devices)
     if as_json:
         show(_dump([asdict(one) | {"gpus": one.gpus, "usd_per_hour": one.usd_per_hour} for one in options]))
     elif options:
         show(deployment_table(options))
-        card = find_gpu(options[0].point.gpu)
+        device = find_gpu(options[0].point.gpu)
         level = service.rate, limits["ttft"], limits["tpot"]
-        apart = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, card)
+        apart = None if service.engine == "llama.cpp" else separated(find_model(model), service, *level, device)
         if apart:
-            gpus = f"{apart.prefill} for prompts and {apart.decode} for answers (tp={apart.tp})"
-            times = f"TTFT {show_seconds(apart.ttft)}, TPOT {show_seconds(apart.tpot)}"
-            show(f"With prefill and decode on separate GPUs, {card.name}: {gpus}, {times}.")
+            gpus = f"you need {apart.prefill} for prompts and {apart.decode} for answers (tp={apart.tp})"
+            times = f"TTFT is {show_seconds(apart.ttft)} and TPOT {show_seconds(apart.tpot)}"
+            show(f"With prefill and decode on separate {device.name}, {gpus}; {times}.")
     else:
         show("No deployment of up to 8 GPUs meets this service level.")
-        show(f"With one user alone:\n\n{_alone(model, service, cards)}")
+        show(f"With one user alone:\n\n{_text(_alone(model, service, devices))}")
     return 0 if options else 1
 
 
-def _alone(model: str, service: Service, cards: list[GPU]) -> ServingReport:
+def _alone(model: str, service: Service, gpus: list[GPU]) -> ServingReport:
     """Return the report of one user on the GPU with most memory, on as many as divide the model."""
     from ..serving.sizing import DEGREES
 
-    for card in sorted(cards, key=lambda card: -card.memory):
+    for gpu in sorted(gpus, key=lambda gpu: -gpu.memory):
         for degree in reversed(DEGREES):
             one = replace(service, tp=degree, ep=1, dp_attention=1, rate=None, concurrency=1)
             try:
-                return verbs.serve(model, one, card)
+                return verbs.serve(model, one, gpu)
             except SpecError as error:
                 refused = error
     raise refused
@@ -180,7 +201,7 @@ def _alone(model: str, service: Service, cards: list[GPU]) -> ServingReport:
 def _limit(text: str) -> tuple[str, float]:
     match = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*(\d+\.?\d*|\.\d+)\s*(ms|s)\s*", text)
     if not match:
-        raise SpecError(f"--slo: {text!r} is no limit; write ttft=1s or tpot=30ms")
+        raise SpecError(f"--slo: {text!r} is not a limit with a name and a unit; write --slo ttft=1s,tpot=30ms")
     return match[1], float(match[2]) * (1e-3 if match[3] == "ms" else 1)
 
 

@@ -132,24 +132,23 @@ def reports(gpu: str = GPU) -> dict[str, Report]:
     return {chapter: estimated(MODEL, run, gpu) for chapter, run in jobs().items()}
 
 
-def plot_ladder(chapter: str, gpu: str = "") -> Picture:
+def plot_ladder(chapter: str) -> Picture:
     """Return a drawing of the job up to `chapter`: the peak memory of a GPU against the memory that it has, and the
-    speed. In part one this is the time per update, in part two the tokens per second per GPU. `gpu` replaces the
-    GPU of all rungs."""
+    speed. In part one this is the time per update, in part two the tokens per second per GPU."""
     every = states(chapter)
-    drawn = [(state, estimated(state.model, state.run, gpu or state.gpu)) for state in every]
+    drawn = [(state, estimated(state.model, state.run, state.gpu)) for state in every]
     last = max(place for place, state in enumerate(every) if state.rung.chapter == chapter)
-    models, cards = (list(dict.fromkeys(names)) for names in zip(
+    models, gpus = (list(dict.fromkeys(names)) for names in zip(
         *[(state.model.rpartition("/")[2], report.gpu or "") for state, report in drawn[: last + 1]], strict=True
     ))  # fmt: skip
-    room = show_bytes(find_gpu(cards[0]).room(1))
+    room = show_bytes(find_gpu(gpus[0]).room(1))
     if every[0].rung in RUNGS:
-        title = f"Peak memory, time per update. Blue: the {room} of a {cards[0]}"
-        alt = f"Peak memory and time of {models[0]} on a {cards[0]}, where tensors can use {room}"
+        title = f"Peak memory, time per update. Blue: the {room} of a {gpus[0]}"
+        alt = f"Peak memory and time of {models[0]} on a {gpus[0]}, where tensors can use {room}"
         return _ladder(drawn, last, title, alt, 240, lambda report: f"{report.step_seconds or 0:.1f} s")
-    known = f"{cards[0]}. Blue: its {room}" if len(cards) == 1 else "GPU. Blue: its memory"
+    known = f"{gpus[0]}. Blue: its {room}" if len(gpus) == 1 else "GPU. Blue: its memory"
     title = f"Memory, tokens/s per {known}"
-    alt = f"Memory and tokens per second of each GPU that trains {' and '.join(models)}, on {' and '.join(cards)}"
+    alt = f"Memory and tokens per second of each GPU that trains {' and '.join(models)}, on {' and '.join(gpus)}"
     return _ladder(drawn, last, title, f"{alt}, where tensors can use {room}", 190, _tokens_per_gpu)
 
 

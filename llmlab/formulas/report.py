@@ -13,7 +13,7 @@ from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
 from ..report import Report
-from ..specs.check import check
+from ..specs.check import check, has_formulas
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
@@ -22,6 +22,7 @@ from ..traces.trace import LOADED, Trace
 from .inference import inference_moments
 from .memory.moments import Moment
 from .memory.share import bytes_of, share_of
+from .memory.states import states
 from .memory.step import step_memory
 from .time.flops import flops
 from .time.kernels import kernels
@@ -30,6 +31,7 @@ from .time.step import Traced, tokens_of, utilisation
 from .time.timing import timing
 from .verdict import DRAWN, MEGATRON_DEEPSPEED, Kind, Verdict, kind, largest_context, plainness, verdict
 
+OF_UPDATE = "temporaries of the optimizer"
 PAGED_STATES = Note(
     "paged-states",
     "The states of PagedAdamW8bit, 2 bytes per parameter, are in memory that the driver moves between GPU and host. "
@@ -51,13 +53,13 @@ def assessed(
     card = None if gpu is None or cpu else find_gpu(gpu)
     run = check(spec, run, card)
     trace, memory = None, None
-    if card and not spec.has_formulas and has_trace(run) and (trace := find(spec, run, card)):
+    if card and not has_formulas(spec, run) and has_trace(run) and (trace := find(spec, run, card)):
         memory = _traced(trace, run)
     memory = memory or _memory(spec, run, card, cpu)
     peaks, peak = memory.peaks, memory.peak
     sort, fit = kind(spec, run, peak), Verdict("unknown", 0, 0)
     if card:
-        fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec))
+        fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec, run))
     refused = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # a compiled step may need less
     traced = _durations(spec, run, card, trace) if trace and card and isinstance(run, Training) else None
     time = timing(spec, run, card, cluster, traced)
@@ -68,14 +70,14 @@ def assessed(
         run=run,
         gpu=card.name if card else ("cpu" if cpu else None),
         outcome="unknown" if fit.outcome == "out of memory" and not refused else fit.outcome,
-        where=_first_over(memory.stages, card.room(run.world_size)) if card and refused else None,
+        where=_first_over(spec, run, memory.stages, card.room(run.world_size)) if card and refused else None,
         peak_at=peak.name,
         peak_allocated=peaks[0],
         needed=fit.least if refused else None,
         capacity=card.memory if card else None,
         phases=dict(memory.phases),
         parts={part: size for part, size in peak.parts.items() if size},
-        detail={"activations": dict(memory.activations)} if isinstance(run, Training) else {},
+        detail=_detail(memory) if isinstance(run, Training) else {},
         flops=counted.total // run.world_size,
         step_seconds=seconds,
         step_seconds_low=time.low,
@@ -88,7 +90,7 @@ def assessed(
         mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
-            *(() if spec.has_formulas else (_origin(spec, trace, traced),)),
+            *(() if has_formulas(spec, run) else (_origin(spec, trace, traced),)),
             *_notes(spec, run, card, peaks, sort, fit, time.notes),
         ),
     )
@@ -107,15 +109,15 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
         totals = [moment.total for moment in moments]
         peak = moments[totals.index(max(totals))]
         total = max(total, *totals)
-        fit = verdict(total, card, run.world_size, kind(spec, run, peak).holes, plainness(spec))
+        fit = verdict(total, card, run.world_size, kind(spec, run, peak).holes, plainness(spec, run))
         if fit.outcome == "out of memory":
             break
     return fit
 
 
-def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
+def _counted_eager(spec: ModelSpec, run: Run, gpu: GPU | None) -> bool:
     """Whether a compiled step is counted as an eager one."""
-    return isinstance(run, Training) and run.compile and not share_of(spec, run, card).compiled
+    return isinstance(run, Training) and run.compile and not share_of(spec, run, gpu).compiled
 
 
 class _Memory(NamedTuple):
@@ -132,15 +134,22 @@ class _Memory(NamedTuple):
     activations: dict[str, int]
 
 
-def _memory(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> _Memory:
+def _detail(memory: _Memory) -> dict[str, dict[str, int]]:
+    """Return the kinds of activations and, if the peak is in the update, the temporary tensors of the optimizer."""
+    first, peak = memory.stages[0][0][0], memory.peak
+    temporary = peak.parts.get("other", 0) - first.parts.get("other", 0) if peak.phase == "optimizer" else 0
+    return {"activations": dict(memory.activations), **({"other": {OF_UPDATE: temporary}} if temporary > 0 else {})}
+
+
+def _memory(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool) -> _Memory:
     if isinstance(run, Training):
-        return _training_memory(spec, run, card and _alike(card, run), cpu)
-    return _summed([inference_moments(spec, run, card)], {})
+        return _training_memory(spec, run, gpu and _alike(gpu, run), cpu)
+    return _summed([inference_moments(spec, run, gpu)], {})
 
 
 @lru_cache(maxsize=64)  # callers often compare one run on several GPUs
-def _training_memory(spec: ModelSpec, run: Training, card: GPU | None, cpu: bool) -> _Memory:
-    stages = [step_memory(share_of(spec, run, card, cpu, stage)) for stage in range(run.pp)]
+def _training_memory(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool) -> _Memory:
+    stages = [step_memory(share_of(spec, run, gpu, cpu, stage)) for stage in range(run.pp)]
     return _summed([stage.moments() for stage in stages], stages[0].activations_by_kind)
 
 
@@ -153,18 +162,18 @@ def _traced(trace: Trace, run: Training) -> _Memory:
     return memory._replace(phases=memory.phases | {"load": loaded[0]}) if loaded else memory
 
 
-def _durations(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> Traced | None:
-    """Return the times of a trace's operators on `card`, or None if the trace has no operators, or a rate is
+def _durations(spec: ModelSpec, run: Training, gpu: GPU, trace: Trace) -> Traced | None:
+    """Return the times of a trace's operators on `gpu`, or None if the trace has no operators, or a rate is
     unknown."""
     shallow, deep = trace.kernels.at(run.micro_batch, run.seq_len)
-    both = [durations(operators, logits_of(spec, run), kernels(card)) for operators in (shallow, deep) if operators]
+    both = [durations(operators, logits_of(spec, run), kernels(gpu)) for operators in (shallow, deep) if operators]
     if not both or both[0] is None or both[1] is None:
         return None
     return both[0].extrapolated(both[1], trace.groups).traced
 
 
 def _origin(spec: ModelSpec, trace: Trace | None, traced: Traced | None) -> Note:
-    """Return the note on the source of an estimate for a family without formulas."""
+    """Return the note on the source of an estimate for a step without formulas."""
     plain = f"a plain transformer with the sizes of {spec.name}, with a wider margin"
     if trace:
         code = f"derived from the code of {spec.family} in transformers"
@@ -172,6 +181,9 @@ def _origin(spec: ModelSpec, trace: Trace | None, traced: Traced | None) -> Note
             return Note("derived", f"Memory and time are {code}.")
         return Note("derived-memory", f"The memory is {code}; the time is that of {plain}.")
     real = "`llmlab simulate` runs the real class"
+    if spec.has_formulas:
+        average = f"The formulas count all layers of {spec.name} as layers of average size"
+        return Note("plain-transformer", f"{average}, with a wider margin; {real}.")
     return Note("plain-transformer", f"{spec.family} has no formulas here. The estimate is that of {plain}; {real}.")
 
 
@@ -189,21 +201,21 @@ def _summed(stages: list[list[Moment]], activations: dict[str, int]) -> _Memory:
 _KINDS: dict[tuple[object, ...], GPU] = {}  # the first GPU of each kind that was needed
 
 
-def _alike(card: GPU, run: Training) -> GPU:
-    """Return the first GPU so far on which a step needs as many bytes as on `card`, because both agree in all values
+def _alike(gpu: GPU, run: Training) -> GPU:
+    """Return the first GPU so far on which a step needs as many bytes as on `gpu`, because both agree in all values
     that formulas/memory reads of a GPU."""
     kind: tuple[object, ...] = (
-        card.cublas_workspace, card.supports_flash_attention_2, card.prefers_cudnn_attention, card.compute_capability,
+        gpu.cublas_workspace, gpu.supports_flash_attention_2, gpu.prefers_cudnn_attention, gpu.compute_capability,
     )  # fmt: skip
     if stack_of(run).own_kernels:
-        kind = (*kind, card.sms)
-    return _KINDS.setdefault(kind, card)
+        kind = (*kind, gpu.sms)
+    return _KINDS.setdefault(kind, gpu)
 
 
 def _notes(
     spec: ModelSpec,
     run: Run,
-    card: GPU | None,
+    gpu: GPU | None,
     peaks: list[int],
     sort: Kind,
     fit: Verdict,
@@ -220,28 +232,28 @@ def _notes(
         figures = f"The figures are of stage 0; its peak is {show_bytes(peaks[0])}, that of stage {most}"
         yield Note("fullest-stage", f"{figures} is the highest of the pipeline: {show_bytes(peaks[most])}.")
     yield from of_time
-    if card is None:
+    if gpu is None:
         return
-    if card.context is None:
+    if gpu.context is None:
         largest = f"up to {show_bytes(largest_context())}, the largest that was measured on another GPU"
-        unknown = f"The CUDA context of the {card.name} has not been measured"
+        unknown = f"The CUDA context of the {gpu.name} has not been measured"
         yield Note("context-unknown", f"{unknown}; the outcome allows for {largest}.")
     if fit.outcome == "unknown":
-        between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
+        between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(gpu.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
         close = "That is too close for formulas; `llmlab simulate` decides."
         if sort is MEGATRON_DEEPSPEED:
             close = "DeepSpeed's buffers in Megatron-DeepSpeed are unknown, so only a run on the GPU decides."
         yield Note("near-limit", f"{needs}. {close}")
-    if fit.outcome == "fits" and sort in DRAWN and verdict(max(peaks), card, run.world_size).outcome != "fits":
+    if fit.outcome == "fits" and sort in DRAWN and verdict(max(peaks), gpu, run.world_size).outcome != "fits":
         needs = f"With CUDA context and fragmentation the process needs at most {show_bytes(fit.most)}"
         steps = f"in 95 % of simulated steps of this kind ({sort.what})"
-        yield Note("probably-fits", f"{needs} {steps}, and the GPU has {show_bytes(card.memory)}. "
+        yield Note("probably-fits", f"{needs} {steps}, and the GPU has {show_bytes(gpu.memory)}. "
                    "`llmlab simulate` decides.")  # fmt: skip
     if isinstance(run, Inference):
         engine = "`llmlab serve` predicts an engine that batches requests: its KV cache, latency and price"
         yield Note("serving", f"This is Hugging Face's generate(). {engine}.")
-    elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
+    elif fit.outcome == "out of memory" and _counted_eager(spec, run, gpu):
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")
 
@@ -255,18 +267,32 @@ def _around_quantized(run: Training) -> Iterator[Note]:
     half = run.compute_dtype
     yield Note(
         "fp32-around-quantized",
-        f"peft casts the weights that are not quantized to fp32, so without autocast {left} compute in fp32."
+        f"peft casts all unquantized weights to fp32. Without autocast, the {left} therefore compute in fp32."
         f" The Trainer's {half}=True corresponds to precision='autocast-{half}'; if peft does not prepare the model, "
         "also give half_layers='all'.",
     )
 
 
-def _first_over(stages: list[list[tuple[Moment, int]]], room: int) -> str | None:
-    """Return the name of the first moment that needs more than `room` bytes, in the first stage that has one, or None
-    if all fit."""
-    for stage, moments in enumerate(stages):
-        for moment, total in moments:
-            if total > room:
-                place = moment.name.removesuffix(f" of {moment.phase}")
-                return f"{moment.phase} ({place})" + (f", in stage {stage} of the pipeline" if stage else "")
+def _first_over(spec: ModelSpec, run: Run, stages: list[list[tuple[Moment, int]]], room: int) -> str | None:
+    """Return the phase and the name of the first moment that needs more than `room` bytes, in the first stage that has
+    one; None if all fit. The moments of the first step come first: they lack the states that its update allocates."""
+    for later in (False, True):
+        for stage, moments in enumerate(stages):
+            missing = 0 if later else _first_states(spec, run, stage)
+            for moment, total in moments:
+                absent = 0 if moment.phase == "optimizer" else min(missing, moment.parts.get("optimizer", 0))
+                if total - absent > room:
+                    place = moment.name.removesuffix(f" of {moment.phase}")
+                    place += ", in a step after the first" if later else ""
+                    return f"{moment.phase} ({place})" + (f", in stage {stage} of the pipeline" if stage else "")
     return None
+
+
+def _first_states(spec: ModelSpec, run: Run, stage: int) -> int:
+    """Return the bytes of the optimizer's states that the first update allocates, all but the master weights; 0 if the
+    stack allocates its states before the first step, or updates weights in the backward pass."""
+    stack = stack_of(run)
+    if not isinstance(run, Training) or stack.own_zero or stack.steps_in_backward(run):
+        return 0
+    sizes = states(spec, run, stage)
+    return max(0, sizes.optimizer - bytes_of(run).master * sizes.trained * (not run.lora))

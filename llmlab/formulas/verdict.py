@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..base.terms import Outcome
 from ..hardware.gpu import GPU, gpus
+from ..specs.check import has_formulas
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training, stack_of
 from ..specs.stages import layers_of
@@ -99,7 +100,7 @@ def kind(spec: ModelSpec, run: Run, peak: Moment) -> Kind:
         return GENERATION
     if stack.copies_gathered:
         return Kind(f"{stack.name}'s runs", OTHER.holes + reserved_beside(spec, run) / peak.total)
-    if not spec.has_formulas or not _was_drawn(run):
+    if not has_formulas(spec, run) or not _was_drawn(run):
         return OTHER
     logits = 4 * run.tokens * spec.vocab // run.tp  # bytes in fp32, as the loss computes
     if peak.phase == "optimizer" or logits < SMALL * peak.total:
@@ -126,38 +127,38 @@ def _was_drawn(run: Training) -> bool:
     return plain and not left_out and not (run.zero and run.quantization)
 
 
-def plainness(spec: ModelSpec) -> float:
+def plainness(spec: ModelSpec, run: Run) -> float:
     """Return the factor by which the true peak may be above or below the estimate: 1 for families with formulas."""
-    return 1.0 if spec.has_formulas else PLAIN_MEMORY
+    return 1.0 if has_formulas(spec, run) else PLAIN_MEMORY
 
 
-def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = OTHER.holes, off: float = 1.0) -> Verdict:
-    """Return whether a step whose tensors need `peak` bytes fits `card`, with `ranks` processes in the run.
+def verdict(peak: int, gpu: GPU, ranks: int = 1, holes: float = OTHER.holes, off: float = 1.0) -> Verdict:
+    """Return whether a step whose tensors need `peak` bytes fits `gpu`, with `ranks` processes in the run.
 
     The process needs at least `peak / off` and at most `holes * off * peak` bytes for the allocator, and in both cases
     the CUDA context and the buffers of NCCL. If these two are unknown for this GPU, the lower limit counts them as 0,
     and the upper limit as the largest that are known of any GPU. The outcome is "fits" if the upper limit fits, "out of
     memory" if the lower limit does not, and otherwise "unknown".
     """
-    least = int(peak / off) + card.memory - card.room(ranks)
-    most = round(holes * off * peak) + card.memory - fully_used(card).room(ranks)
-    outcome: Outcome = "fits" if most <= card.memory else "out of memory" if least > card.memory else "unknown"
+    least = int(peak / off) + gpu.memory - gpu.room(ranks)
+    most = round(holes * off * peak) + gpu.memory - fully_used(gpu).room(ranks)
+    outcome: Outcome = "fits" if most <= gpu.memory else "out of memory" if least > gpu.memory else "unknown"
     return Verdict(outcome, least, most)
 
 
-def fully_used(card: GPU) -> GPU:
-    """Return `card` with the largest CUDA context and NCCL buffers of any GPU where its own are unknown."""
-    context = largest_context() if card.context is None else card.context
-    return replace(card, context=context, nccl=_largest_nccl() if card.nccl is None else card.nccl)
+def fully_used(gpu: GPU) -> GPU:
+    """Return `gpu` with the largest CUDA context and NCCL buffers of any GPU where its own are unknown."""
+    context = largest_context() if gpu.context is None else gpu.context
+    return replace(gpu, context=context, nccl=_largest_nccl() if gpu.nccl is None else gpu.nccl)
 
 
 @cache
 def largest_context() -> int:
     """Return the largest CUDA context that is known of any GPU, in bytes."""
-    return max(card.context or 0 for card in gpus())
+    return max(gpu.context or 0 for gpu in gpus())
 
 
 @cache
 def _largest_nccl() -> int:
     """Return the largest buffers of NCCL that are known of any GPU, in bytes."""
-    return max(card.nccl or 0 for card in gpus())
+    return max(gpu.nccl or 0 for gpu in gpus())

@@ -187,15 +187,16 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
         if several := SEVERAL.fullmatch(name.strip()):
             number, one = several[1] or several[4], several[2] or several[3]
             if SIZE.fullmatch(one) or _by_name().get(_plain(one)):
-                raise SpecError(f"{name!r} means {number} GPUs, but one is expected; give {one!r}, and set the number "
-                                "of GPUs with dp, tp, pp or cp (for a script with --world-size): for example "
-                                f"dp={number}")  # fmt: skip
+                raise SpecError(f"{name!r} means {number} GPUs, but one is expected; give {one!r} and the degree of "
+                                f"parallelism, for example dp={number} (or tp=, pp=, cp=); with `llmlab run` "
+                                f"give --world-size {number}")  # fmt: skip
         other = (why for why, pattern in OTHER_BACKENDS.items() if re.fullmatch(pattern, _plain(name)))
         if why := next(other, None):
             raise NotAvailable(f"{name}: {why}, so its times and the memory outside of tensors are unknown. For the "
                                "sizes of tensors, give the memory that a program may use, such as 24GB")  # fmt: skip
         names = [alias for entry in gpus() for alias in (entry.name, *entry.aliases)]
-        raise unknown_name("GPU", name, names, "`llmlab gpus` lists all; of another GPU give the memory, such as 24GB.")
+        other_gpu = "for a GPU that is not listed, give its memory, such as 24GB"
+        raise unknown_name("GPU", name, names, f"`llmlab gpus` lists all; {other_gpu}.")
     return matches[0]
 
 

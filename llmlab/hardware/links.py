@@ -15,7 +15,8 @@ from statistics import quantiles
 from typing import NamedTuple
 
 from ..base.errors import NotAvailable, SpecError, check_counts
-from .gpu import GPU, gpu
+from .gpu import GPU
+from .gpu import gpu as find_gpu
 from .tables import named, read_table, values_of
 
 GPUS_PER_NODE = 8  # NVIDIA's DGX and HGX, with one InfiniBand adapter per GPU; callers describe other nodes
@@ -136,7 +137,7 @@ def _reaching(nodes: Cluster, rate: float) -> Cluster:
 
 
 def cluster(
-    card: GPU | str,
+    gpu: GPU | str,
     network: Link | str | None = None,
     gpus: int | None = None,
     adapters: int | None = None,
@@ -145,7 +146,7 @@ def cluster(
     reached: float | None = None,
     reached_across: float | None = None,
 ) -> Cluster:
-    """Return nodes of `gpus` GPUs of the kind `card`, connected by `network`, with `adapters` network adapters per
+    """Return nodes of `gpus` GPUs of the kind `gpu`, connected by `network`, with `adapters` network adapters per
     node.
 
     By default a node has as many GPUs as the vendor's node: 72 GB200 or GB300, 4 H100-94GB, else 8. The default network
@@ -161,11 +162,11 @@ def cluster(
     >>> cluster("T4", "Ethernet-25", gpus=4).inside.name, cluster("H100").across.name
     ('PCIe-3', 'InfiniBand-NDR')
     """
-    gpus = gpu(card).node_gpus if gpus is None else gpus
+    gpus = find_gpu(gpu).node_gpus if gpus is None else gpus
     adapters = gpus if adapters is None else adapters
     check_counts(gpus=gpus, adapters=adapters)
-    between = _usual_network(card) if network is None else _checked_link(network, "network", across=True)
-    within = node_link(card) if inside is None else _checked_link(inside, "link", across=False)
+    between = _usual_network(gpu) if network is None else _checked_link(network, "network", across=True)
+    within = node_link(gpu) if inside is None else _checked_link(inside, "link", across=False)
     if not nvls:
         within = replace(within, switched=None)
     for name, rate in (("reached", reached), ("reached_across", reached_across)):
@@ -218,9 +219,9 @@ def pcie_rates(inside: Link, ranks: int, peer_access: bool) -> Rates | None:
     return Rates(slow, middle, fast, len(shares))
 
 
-def _usual_network(card: GPU | str) -> Link | None:
+def _usual_network(gpu: GPU | str) -> Link | None:
     """Return the network between the nodes that the vendor of the GPU sells; None if it sells none."""
-    device = gpu(card)
+    device = find_gpu(gpu)
     if node_link(device).kind != "nvlink":
         return None
     return next((network for network in links().values() if device.architecture in network.nodes_of), None)
@@ -228,22 +229,24 @@ def _usual_network(card: GPU | str) -> Link | None:
 
 def _checked_link(name: Link | str, argument: str, across: bool) -> Link:
     """Return the link `name`; raise SpecError if it does not connect nodes (for `across`) or GPUs."""
-    chosen = link(name) if isinstance(name, str) else name
+    fitting = {entry.name: entry for entry in links().values() if (entry.kind == "network") == across}
+    chosen = {key.lower(): entry for key, entry in links().items()}.get(name.lower()) if isinstance(name, str) else name
+    if chosen is None:
+        return named(argument, str(name), fitting)
     if (chosen.kind == "network") != across:
-        fitting = ", ".join(other.name for other in links().values() if (other.kind == "network") == across)
         connects = "nodes" if across else "the GPUs of a node"
-        raise SpecError(f"{argument}={chosen.name} does not connect {connects}; give one of {fitting}")
+        raise SpecError(f"{argument}={chosen.name} does not connect {connects}; give one of {', '.join(fitting)}")
     return chosen
 
 
 @cache
-def node_link(card: GPU | str) -> Link:
+def node_link(gpu: GPU | str) -> Link:
     """Return the link between such GPUs inside a node: NVLink with the GPU's bandwidth, else its PCIe.
 
     On GeForce GPUs, on PCIe boards such as the A30 and A40, and on NVL boards, NVLink is a bridge between two GPUs, so
     a ring of more than two uses PCIe.
     """
-    device = gpu(card)
+    device = find_gpu(gpu)
     bridge = device.name.endswith(("PCIe", "NVL")) or device.name.startswith(("RTX", "A30", "A40"))
     for entry in links().values():
         if device.nvlink and not bridge and device.architecture in entry.architectures:

@@ -11,7 +11,8 @@ from functools import cache
 from statistics import median
 
 from ..base.errors import NotAvailable
-from .gpu import GPU, gpu
+from .gpu import GPU
+from .gpu import gpu as find_gpu
 from .links import links
 from .tables import named, read_table, values_of
 
@@ -24,7 +25,7 @@ class Host:
     gpus: int
     memory: int
     bandwidth: float
-    cards: tuple[str, ...] = ()
+    gpu_names: tuple[str, ...] = ()
     source: str = ""
     checked: str = ""
 
@@ -55,22 +56,22 @@ def host(name: str) -> Host:
     return named("host", name, hosts())
 
 
-def host_of(card: GPU | str) -> Host:
+def host_of(gpu: GPU | str) -> Host:
     """Return the host in which such GPUs are sold; raises NotAvailable if the table has none."""
-    device = gpu(card)
+    device = find_gpu(gpu)
     for entry in hosts().values():
-        if device.name in entry.cards:
+        if device.name in entry.gpu_names:
             return entry
     raise NotAvailable(f"no host is known for {device.name}; build a Host with its figures")
 
 
-def usual_host(card: GPU | str) -> Host:
+def usual_host(gpu: GPU | str) -> Host:
     """Return the host in which such GPUs are sold. If the table has none, return a host without a source, whose memory
     and bandwidth per GPU are the medians of the table."""
     try:
-        return host_of(card)
+        return host_of(gpu)
     except NotAvailable:
-        gpus, listed = gpu(card).node_gpus, hosts().values()
+        gpus, listed = find_gpu(gpu).node_gpus, hosts().values()
         memory, share = median(entry.memory / entry.gpus for entry in listed), median(entry.share for entry in listed)
         return Host("a median host", gpus, int(memory * gpus), share * gpus)
 
@@ -85,12 +86,12 @@ def adam_share() -> float:
     return read_table("nodes.toml")["adam_share"]
 
 
-def to_host(card: GPU | str, pinned: bool = True) -> float:
+def to_host(gpu: GPU | str, pinned: bool = True) -> float:
     """Return the bytes/s between a GPU and host memory in one direction, for pinned or pageable memory.
 
     Raises NotAvailable for a GPU whose PCIe generation is not in the table of links.
     """
-    device = gpu(card)
+    device = find_gpu(gpu)
     if not pinned:
         return read_table("nodes.toml")["pageable_gb_s"] * 1e9
     for entry in links().values():

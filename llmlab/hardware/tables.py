@@ -39,8 +39,8 @@ def read_table(name: str) -> dict[str, Any]:
 def values_of(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry's values in bytes and seconds, by key without unit; lists become tuples, and `source` is cited.
 
-    >>> values_of({"bandwidth_gb_s": 450, "cards": ["T4"]}, {"checked": "2026-11-21"})
-    {'checked': '2026-11-21', 'bandwidth': 450000000000.0, 'cards': ('T4',)}
+    >>> values_of({"bandwidth_gb_s": 450, "gpu_names": ["T4"]}, {"checked": "2026-11-21"})
+    {'checked': '2026-11-21', 'bandwidth': 450000000000.0, 'gpu_names': ('T4',)}
     """
     values = {"checked": table["checked"]} if "checked" in table else {}
     for key, value in entry.items():
@@ -67,4 +67,4 @@ def named(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
     for key, entry in entries.items():
         if key.lower() == str(name).lower():
             return entry
-    raise unknown_name(kind, str(name), list(entries), f"The table has {', '.join(entries)}.")
+    raise unknown_name(kind, str(name), list(entries), f"Give one of {', '.join(entries)}.")

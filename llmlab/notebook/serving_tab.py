@@ -59,8 +59,8 @@ def _value(name: str, text: str, hint: Any) -> Any:
 def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
     """Return what the page shows of a served model. Raises SpecError for what cannot be served."""
     source, called = model_of(state["model"])
-    card, service = find_gpu(state["gpu"]), service_of(state)
-    report = served(find_model(source), service, card)
+    gpu, service = find_gpu(state["gpu"]), service_of(state)
+    report = served(find_model(source), service, gpu)
     memory = report.memory
     sizes = {part: max(0, getattr(memory, field)) for part, field in PARTS.items()}
     peak = sum(sizes.values())
@@ -68,7 +68,7 @@ def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
         "outcome": report.outcome,
         "headline": _headline(report),
         "peak": peak,
-        "capacity": card.memory,
+        "capacity": gpu.memory,
         "least": peak,
         "most": peak,
         "parts": [[part, size, show_bytes(size)] for part, size in sizes.items()],
@@ -76,8 +76,8 @@ def serving_answer(state: Mapping[str, str]) -> dict[str, Any]:
         "seconds": None,
         "figures": _figures(report),
         "notes": list(report.notes),
-        "python": _python(called, service, card),
-        "cli": _command(called, service, card),
+        "python": _python(called, service, gpu),
+        "cli": _command(called, service, gpu),
         "configs": {},
         "levers": [],
         "report": report.to_dict(),
@@ -120,14 +120,14 @@ def _given(service: Service) -> dict[str, Any]:
     }
 
 
-def _python(called: str, service: Service, card: GPU) -> str:
+def _python(called: str, service: Service, gpu: GPU) -> str:
     words = ", ".join(f"{name}={value!r}" for name, value in _given(service).items())
-    call = f'print(lab.serve("{called}", service, "{card.name}"))'
+    call = f'print(lab.serve("{called}", service, "{gpu.name}"))'
     return f"import llmlab as lab\n\nservice = lab.Service({words})\n{call}"
 
 
-def _command(called: str, service: Service, card: GPU) -> str:
-    words = [f"llmlab serve {called} --gpu {card.name}"]
+def _command(called: str, service: Service, gpu: GPU) -> str:
+    words = [f"llmlab serve {called} --gpu {gpu.name}"]
     for name, value in _given(service).items():
         word = name.replace("_", "-")
         words.append(f"--{'' if value else 'no-'}{word}" if isinstance(value, bool) else f"--{word} {value}")

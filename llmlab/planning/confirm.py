@@ -37,7 +37,10 @@ LOOKED_AT = 1_000  # candidates; some are skipped: other micro-batches of a layo
 # held-out steps on a T4, 9 in 10 exceeded their simulation's reserved memory by less than this share of the GPU;
 # benchmarks/plans/plans.py derives it.
 MARGIN = 0.04
-UNDECIDED = "too close to the limit, and not simulated"
+SIMULATED_EAGER = Note(
+    "simulated-eager", "Simulated as an eager step, whose memory is an upper bound of the compiled one's."
+)
+UNDECIDED = "they are too close to the limit, and were not simulated"
 
 
 class NotSimulated(Executor):
@@ -109,6 +112,7 @@ def simulated_run(model: dict[str, Any], run: Run, device: GPU | str) -> Report 
     short = exact = run
     if isinstance(run, Training):
         short, exact = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
+    eager = short
     try:
         if isinstance(short, Training) and short != exact and _surely_over(spec, short, smaller):
             short = exact
@@ -119,9 +123,9 @@ def simulated_run(model: dict[str, Any], run: Run, device: GPU | str) -> Report 
         if report.outcome == "unknown":
             return report.notes[0]
     except NotAvailable as error:
-        return str(error)
-    eager = "Simulated as an eager step, whose memory is an upper bound of the compiled one's."
-    fused = (Note("simulated-eager", eager),) if short != exact else ()
+        why = str(error).partition("; ")[0]  # without the advice for a simulation that somebody asked for
+        return why if short == eager else f"its eager step does not fit, and {why}"
+    fused = (SIMULATED_EAGER,) if short != exact else ()
     return replace(
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,

@@ -22,6 +22,7 @@ from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
 from ..report import Report, summary
 from ..simulation.deriving import trace_of
+from ..specs.check import has_formulas
 from ..specs.generic import attentions
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
@@ -98,13 +99,16 @@ class Fix(Tabular):
             "Same result: the weights get the same updates except for rounding. More GPUs also enlarge the global "
             "batch, which changes the result.",
         ]
+        unknown = any(lever.report.outcome == "unknown" for lever in self.levers)
+        if unknown:
+            lines.append("Unknown: the estimate is too close to the GPU's memory to decide; run `llmlab simulate`.")
         if not any(lever.report.outcome == "fits" for lever in self.levers):
-            unknown = any(lever.report.outcome == "unknown" for lever in self.levers)
             makes = "is certain to make" if unknown else "makes"
             lines.append(f"No single change {makes} this run fit. Combine several, or search with `llmlab plan`.")
         assumed = (note for note in self.report.notes if note.code == "gpu-memory-assumed")
         footer = "\n".join([*lines, *assumed])
-        header = ("change", "saves per GPU", "change in time (same tokens)", "outcome", "same result", "chapter")
+        time = "change in time for the same number of tokens"
+        header = ("change", "saves per GPU", time, "outcome", "same result", "chapter")
         links = {lever.chapter: f"{BOOK}/{lever.chapter}.html" for lever in self.levers}
         return Table(header, rows, title, footer, (0, 3, 4, 5), links)
 
@@ -135,8 +139,8 @@ def fix(
 def derived(
     spec: ModelSpec, run: Run, device: GPU | str | None, cluster: Cluster | None = None
 ) -> tuple[Report, Verdict]:
-    """Return `assessed`; for a family without written formulas, they are derived first."""
-    if device is not None and not spec.has_formulas:
+    """Return `assessed`; for a step without written formulas, they are derived first."""
+    if device is not None and not has_formulas(spec, run):
         trace_of(spec, run, device)
     return assessed(spec, run, device, cluster)
 

@@ -21,6 +21,13 @@ from .search import Estimate
 if TYPE_CHECKING:
     from ..plots.canvas import Picture
 
+TIMES = {  # the parts of a step's time, in the words of the table
+    "products": "matmuls", "elementwise": "elementwise operators", "launches": "kernel launches",
+    "data": "data-parallel communication", "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication", "experts": "expert-parallel communication",
+    "pipeline": "pipeline communication", "bubble": "pipeline bubble", "scale": "waiting for the slowest node",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, repr=False)
 class Candidate:
@@ -48,6 +55,13 @@ class Candidate:
     def usd_per_billion_tokens(self) -> float | None:
         """Rent in US dollars of all GPUs while they train on 10^9 tokens; None without a price or a time."""
         return rent(self.machines, self.report)
+
+    @property
+    def mark(self) -> tuple[str, str] | None:
+        """The sign beside a memory that is not that of the simulated run, and what it means."""
+        if not self.simulation:
+            return "*", f"Estimated memory: {self.unconfirmed.removesuffix('.')}."
+        return next((("†", str(note)) for note in self.simulation.notes if note.code == "simulated-eager"), None)
 
     def days(self, tokens: int) -> float | None:
         """Return the days that training on `tokens` tokens takes without interruptions; None without a time."""
@@ -181,27 +195,30 @@ class Plan(Tabular, Sequence["Candidate"]):
         title = f"{self.model} on {self.gpus}, {self.global_batch} sequences per step, the {self.goal} first"
         if self.interrupted:
             title = f"Interrupted, the best so far: {title}"
-        cuts = "; ".join(f"{number:,} {why}" for why, number in self.cuts.items() if number)
-        counts = f"{self.tried:,} configurations were estimated"
-        counts += f", of which simulation refuted {len(self.refuted)}." if self.refuted else "."
-        counts += f" {self.cut:,} others were left out: {cuts}." if cuts else ""
+        counts = [f"{self.tried:,} configurations were estimated"]
+        counts[0] += f", of which simulation refuted {len(self.refuted)}." if self.refuted else "."
+        if self.cut:
+            counts.append(f"{self.cut:,} others were left out:")
+            counts += [f"  {number:,}: {why}" for why, number in self.cuts.items() if number]
         if not self.candidates:
-            lines = [self.problem, *map(str, self.nearest), counts, *self.notes]
+            lines = [self.problem, *map(str, self.nearest), *counts, *self.notes]
             return Table(("", ""), [], title, "\n".join(lines))
         rows = [self._row(candidate, rank) for rank, candidate in enumerate(self.candidates, 1)]
         any_gpu = self.goal == "cheapest"
         total = "" if any_gpu else f", of {show_bytes(self.candidates[0].report.capacity)}"
-        header = ["configuration", f"memory{total}", "step time", "80 % interval", "MFU", "10^9 tokens", "vs. the best"]
+        price = "price of 10^9 tokens"
+        header = ["configuration", f"memory{total}", "step time", "80 % interval", "MFU", price, "vs. the best"]
         if self.tokens:
             header.insert(-1, "time for all tokens")
         header.insert(0, "GPUs" if any_gpu else "")
-        notes = dict.fromkeys(f"* {candidate.unconfirmed}" for candidate in self.candidates if not candidate.simulation)
-        return Table(header, rows, title, "\n".join([counts, *notes, *self.notes]), words=(0, 1, len(header) - 1))
+        marks = dict.fromkeys(mark for candidate in self.candidates if (mark := candidate.mark))
+        notes = [f"{sign} {why}" for sign, why in marks]
+        return Table(header, rows, title, "\n".join([*counts, *notes, *self.notes]), words=(0, 1, len(header) - 1))
 
     def _row(self, c: Candidate, rank: int) -> list[str]:
         r, any_gpu = c.report, self.goal == "cheapest"
         size, capacity = c.process or (c.simulation.peak_reserved if c.simulation else r.peak_allocated), r.capacity
-        price, star = c.usd_per_billion_tokens, "" if c.simulation else "*"
+        price, star = c.usd_per_billion_tokens, c.mark[0] if c.mark else ""
         row = [
             words(c.run), f"{show_bytes(size)}{star}" + (f" of {show_bytes(capacity)}" if any_gpu else ""),
             show_seconds(r.step_seconds),
@@ -251,4 +268,4 @@ def lost(candidate: Candidate, best: Candidate, goal: str) -> str:
     parts = {part: seconds - best_report.time.get(part, 0.0) for part, seconds in own_report.time.items()}
     part = max(parts, key=lambda name: parts[name]) if parts else "time"
     slower = own_report.step_seconds / best_report.step_seconds - 1
-    return f"{slower:.1%} slower: {part} +{show_seconds(parts.get(part))}"
+    return f"{slower:.1%} slower: {TIMES.get(part, part)} +{show_seconds(parts.get(part))}"

@@ -41,9 +41,12 @@ SIZES = ("micro_batch", "accumulation")  # runs that differ only in these share 
 OF_STATES = ("precision", "lora", "quantization", "optimizer", "zero", "tp", "pp", "cp", "dp", "ep", "dp_replicate",
              "offload")  # fmt: skip
 # The reasons why candidates are left out, in the words of the table.
-STATES, HOST = "weights and states exceed the GPU", "offloaded states exceed host memory"
-LARGER, OVER, LATE, WORSE = "a smaller micro-batch does not fit", "exceed the GPU", "take too long", "cannot be better"
-NO_PROGRAM = "no program runs it"  # none of those that llmlab writes
+STATES = "their weights and optimizer states alone exceed the GPU's memory"
+HOST = "their offloaded states exceed the host's memory"
+LARGER = "the same run with a smaller micro-batch already does not fit"
+OVER, LATE = "they exceed the GPU's memory", "they take longer than the time limit"
+WORSE = "they cannot be better than those shown"
+NO_PROGRAM = "no training program that llmlab writes files for can run them"
 
 
 class Estimate(NamedTuple):

@@ -214,8 +214,8 @@ def _candidates(
         return _lengths(spec, run), lambda value: (_of_length(run, value), target)
     if name == "lora_rank":
         if isinstance(run, Inference) or run.lora is None:
-            raise SpecError("lora_rank needs a training run with adapters; give lora=lab.LoRA(...), or on the command "
-                            "line --lora with any rank")  # fmt: skip
+            raise SpecError("lora_rank needs a training run with adapters; give lora=lab.LoRA(...), whose rank does "
+                            "not matter")  # fmt: skip
         lora = run.lora
         return range(1, spec.hidden + 1), lambda value: (replace(run, lora=replace(lora, rank=value)), target)
     field = "micro_batch" if isinstance(run, Training) else "batch"
@@ -277,8 +277,8 @@ def _ways_out(spec: ModelSpec, run: Run, device: GPU, refused: Trial, name: str)
     same_vendor = sorted((gpu for gpu in gpus() if gpu.vendor == device.vendor), key=lambda gpu: gpu.memory)
     fits = (gpu for gpu in same_vendor if _can_be(spec, run, gpu) and derived(spec, run, gpu)[1].outcome == "fits")
     if name != "gpu" and (other := next(fits, None)):
-        notes.append(Note("larger-gpu", f"The smallest GPU on which it fits by its estimate is {other.name}."))
+        notes.append(Note("larger-gpu", f"By estimate, the smallest GPU that fits this run is the {other.name}."))
     levers = fix(spec, run, device, estimate=derived).levers
     if lever := next((lever for lever in levers if lever.report.outcome == "fits"), None):
-        notes.append(Note("lever", f"On {device.name} it fits with one change, by its estimate: {lever.name}."))
+        notes.append(Note("lever", f"By estimate, one change makes it fit on the {device.name}: {lever.name}."))
     return notes

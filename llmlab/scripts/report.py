@@ -76,11 +76,14 @@ class ScriptReport(Tabular):
             between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
             rows.append(("  80 % interval", between))
         rows.append(("optimizer steps", str(self.steps)))
-        rows.append(("outcome", self.outcome))
+        exceeded = self.outcome == "out of memory" and self.where is None
+        limit = f"the limit of {show_bytes(self.limit)}" if self.limit is not None else "the GPU has"
+        rows.append(("outcome", self.outcome + (f": more than {limit}" if exceeded else "")))
         ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""
         at = f": {self.where}" if self.where else ""
         title = f"{self.command} on {self.gpu}{ranks}, simulated"
-        return Table(("", ""), rows, title, "\n".join([f"The script {self.ended}{at}.", *self.notes]))
+        numbered = ["* stands for the numbers of modules in a list."] if any("*" in path for path, _ in largest) else []
+        return Table(("", ""), rows, title, "\n".join([f"The script {self.ended}{at}.", *numbered, *self.notes]))
 
     def __repr__(self) -> str:
         return f"<{self.command} on {self.gpu}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"

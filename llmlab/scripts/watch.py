@@ -21,6 +21,7 @@ from ..base.terms import PARTS, Outcome
 from ..base.units import MiB, show_bytes
 from ..hardware.gpu import EMULATED_BF16, GPU
 from ..simulation.simulator import EAGER_TOO_LARGE, Simulator, simulator
+from ..simulation.values.placeholders import printed
 from .holders import Holder, holders
 from .report import ScriptReport
 
@@ -28,6 +29,7 @@ ROOMY = 2**50  # bytes of a GPU that never runs out of memory
 RAN_TO_ITS_END, RAN_OUT_OF_MEMORY, INTERRUPTED = "ran to its end", "ran out of memory", "was interrupted"
 NO_NETWORK = Note("no-communication", "The time per step leaves out communication between ranks.")
 Place = tuple[tuple[CodeType, int], ...]  # the line of each running function
+PRINTED = Note("unknown-printed", "In what the script printed, ? is a value that a simulated tensor does not hold.")
 CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory once; the script caught the error and went on.")
 
 
@@ -91,6 +93,7 @@ class Watch:
     def __init__(self, sim: Simulator, where: Conditions, on_step: Callable[[Watch], None]) -> None:
         self.sim, self.where, self.on_step = sim, where, on_step
         self.steps, self.ended = 0, RAN_TO_ITS_END
+        self._printed = printed.total()  # before the code ran
         self.passes = 0  # backward passes; an update has one per micro-batch
         self.refused: str | None = None  # the last error about code that is not simulated
         self.elsewhere: list[int] = []  # peak bytes of the script's other processes on the GPU
@@ -283,6 +286,8 @@ class Watch:
         seconds = median(self._seconds[1:] or self._seconds) if timed else None
         interval = self._operators.interval if seconds and ranks == 1 else None
         notes += sim.notes
+        if printed.total() > self._printed:
+            notes.append(PRINTED)
         if self._untimed and not seconds:
             why = _without_time(where.gpu, self._untimed)
             notes.append(Note("time-unknown", f"The time per step is unknown: the {where.gpu.name} {why}."))

@@ -81,10 +81,11 @@ class Memory:
     def shown(self) -> list[str]:
         """Return the lines of a report."""
         sizes = (
-            ("budget", self.budget), ("weights", self.weights), ("outside of torch", self.outside),
-            ("peak of a step", self.activations), ("CUDA graphs", self.graphs), ("KV cache", self.cache),
+            ("budget", self.budget), ("weights", self.weights), ("outside PyTorch", self.outside),
+            ("peak activations", self.activations), ("CUDA graphs", self.graphs), ("KV cache", self.cache),
         )  # fmt: skip
-        return [f"{name:20}{show_bytes(size) if size >= 0 else 'none':>12}" for name, size in sizes]
+        lines = [f"{name:20}{show_bytes(size) if size >= 0 else 'none':>12}" for name, size in sizes]
+        return ["memory per GPU", *lines]
 
 
 def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buffers:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.errors import SpecError
 from ..base.notes import Note
-from ..base.units import show_bytes, show_seconds
+from ..base.units import show_bytes, show_digits, show_seconds
 from ..formulas.time.step import price
 from ..hardware.gpu import GPU
 from ..specs.generic import ConfigSizes, auto_class, text_config
@@ -102,25 +102,26 @@ class ServingReport:
             missing = show_bytes(memory.missing)
             return "\n".join([*lines, "", f"Out of memory: {missing} more are needed on each GPU.", *self._noted()])
         requests = "one request" if memory.requests == 1 else f"{memory.requests:,} requests"
-        lines.append(f"{'cache holds':20}{memory.tokens:>12,} tokens, {requests} of this length")
+        length = f"{service.prompt_len + service.output_len:,} tokens"
+        lines.append(f"{'cache holds':20}{memory.tokens:>12,} tokens, {requests} of {length}")
         if isinstance(memory, Memory):
-            longest = f"{memory.longest:.2f} requests of {service.max_model_len:,} tokens"
-            lines.append(f"{'':20}{memory.blocks:>12,} blocks, at most {longest} together")
+            longest = f"{memory.longest:.2f} requests of {service.max_model_len:,} tokens at the same time"
+            lines.append(f"{'':20}{memory.blocks:>12,} blocks, enough for {longest}")
         lines.append("")
         times = self.latency
         tpot, ttft = self.intervals
         for name, value, far, (low, high) in (
             ("TTFT", times.ttft, times.ttft_p99, ttft), ("TPOT", times.tpot, times.tpot_p99, tpot)
         ):  # fmt: skip
-            between = f"{show_seconds(low * value)} to {show_seconds(high * value)}"
-            waiting = f"; {show_seconds(times.waiting)} of it waiting" if name == "TTFT" and times.waiting else ""
-            lines.append(f"{name:20}{show_seconds(value):>12} ({between}), p99 {show_seconds(far)}{waiting}")
+            between = f"80 % interval {show_seconds(low * value)} to {show_seconds(high * value)}"
+            waits = f", of which {show_seconds(times.waiting)} are waiting" if name == "TTFT" and times.waiting else ""
+            lines.append(f"{name:20}{show_seconds(value):>12}{waits} ({between}); p99 {show_seconds(far)}")
         lines.append(f"{'ITL':20}{'':12} p99 {show_seconds(times.itl_p99)}")
         rate, (low, high) = times.tokens_per_second, self.rate_interval
         per_gpu = f"{self.tokens_per_second_per_gpu:,.0f} per GPU"
-        lines.append(f"{'output':20}{rate:>10,.0f}/s ({low * rate:,.0f} to {high * rate:,.0f}) tokens, {per_gpu}")
+        lines.append(f"{'output':20}{rate:>12,.0f} tokens/s ({low * rate:,.0f} to {high * rate:,.0f}), {per_gpu}")
         if self.goodput is not None:
-            lines.append(f"{'goodput':20}{self.goodput:>10.3g}/s requests within the service level")
+            lines.append(f"{'goodput':20}{show_digits(self.goodput):>12} requests/s within the service level")
         if self.usd_per_million_output is not None:
             paid = self.usd_per_million_output
             both = f"${self.usd_per_million_input:.3f} in, ${paid:.2f} (${paid / high:.2f} to ${paid / low:.2f}) out"
@@ -147,13 +148,14 @@ def served(
     notes = _notes(spec, service, gpu)
     if room < 1:
         if nearest := _nearest(spec, service, gpu):
-            notes.append(Note("fits-with", f"it fits with {nearest}"))
+            notes.append(Note("fits-with", f"the model fits on {nearest}"))
         return ServingReport(spec.name, gpu.name, service, memory, 0, None, {}, None, None, tuple(notes))
     requests = simulate(spec, service, gpu, memory)
     times, good = summary(requests), goodput(requests, *slo) if slo else None
     busy = round(times.tokens_per_second * times.tpot) if service.rate else service.concurrency or 1
     if service.rate and times.requests_per_second < 0.95 * service.rate and _waits_more(requests):
-        answered = f"{times.requests_per_second:.3g} of {service.rate:.3g} requests per second are answered"
+        both = f"{show_digits(times.requests_per_second)} of {show_digits(service.rate)}"
+        answered = f"{both} requests per second are answered"
         notes.append(Note("queue-grows", f"{answered}: the queue grows, and the time to the first token with it"))
     if times.preempted > 0.01:
         words = f"the cache fills up: requests are preempted and computed again {times.preempted:.2f} times in the mean"
@@ -224,7 +226,7 @@ def possible(spec: ModelSpec, service: Service, gpu: GPU) -> None:
 def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
     notes = []
     if service.engine == "llama.cpp":
-        words = "times are those of the weights' bytes at 80 % of the memory's bandwidth; no kernels were measured"
+        words = "no kernels were measured: times are computed from the weights' bytes at 80 % of the memory's bandwidth"
         notes.append(Note("kernels-not-measured", words))
         memory = divided_memory(spec, service, gpu)
         if isinstance(memory, Buffers) and memory.offloaded < memory.layers:
@@ -235,11 +237,11 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
         words = f"{spec.name} is published in {spec.checkpoint}, and this is the service with weights in bf16"
         notes.append(Note("checkpoint", f'{words}; give weights="{spec.checkpoint}" to serve it as it is'))
     if service.weights == "bf16" and gpu.peak("bf16") is None:
-        words = f"{gpu.name} has no bf16 units: engines change the weights to fp16, of the same size"
+        words = f"{gpu.name} has no bf16 units: engines convert the weights to fp16, which has the same size"
         notes.append(Note("fp16", f'{words}; give weights="fp16"'))
     if not engine_kernels(gpu).measured:
-        words = f"no kernels of {gpu.name} were measured: times are those of its data sheet"
-        notes.append(Note("kernels-not-measured", f"{words}, at 80 % of its bandwidth and 60 % of its peak"))
+        words = f"no kernels of {gpu.name} were measured: times are computed from 80 % of the data sheet's bandwidth"
+        notes.append(Note("kernels-not-measured", f"{words} and 60 % of its peak FLOP/s"))
     split = service.tp // service.dp_attention
     least = min((layer.mixer.kv_heads for layer, _ in layers_of(spec).kinds if isinstance(layer.mixer, Attention)),
                 default=split)  # fmt: skip
@@ -249,11 +251,11 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
 
 
 def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
-    """Return a change with which a request fits: the published weights, the engine's own limits, more GPUs, then
-    smaller weights."""
+    """Return the GPUs and a change with which a request fits: the published weights, the engine's own limits, more
+    GPUs, then smaller weights."""
     if service.engine == "llama.cpp":
         most = buffers(spec, replace(service, n_gpu_layers=None), gpu)
-        return f"n_gpu_layers={most.offloaded}" if most.requests else None
+        return f"{service.gpus} × {gpu.name} with n_gpu_layers={most.offloaded}" if most.requests else None
     tries: list[dict[str, Any]] = [{"weights": spec.checkpoint}] if spec.checkpoint in WEIGHTS else []
     tries.append({"gpu_memory_utilization": max(UTILIZATION, service.gpu_memory_utilization)})
     requests, tokens = replace(service, max_num_seqs=None, max_num_batched_tokens=None).limits(gpu)
@@ -267,8 +269,9 @@ def _nearest(spec: ModelSpec, service: Service, gpu: GPU) -> str | None:
         except SpecError:
             continue
         if divided_memory(spec, other, gpu).requests:
-            return " and ".join(f'{name}="{value}"' if name == "weights" else f"{name}={value}"
-                                for name, value in fields.items())  # fmt: skip
+            change = " and ".join(f'{name}="{value}"' if name == "weights" else f"{name}={value}"
+                                  for name, value in fields.items())  # fmt: skip
+            return f"{other.gpus} × {gpu.name} with {change}"
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..base.notes import Note
-from ..base.units import show_bytes
+from ..base.units import show_bytes, show_seconds
 from ..hardware.gpu import GPU
 from ..report import Report
 from ..specs.model import ModelSpec
@@ -63,9 +63,10 @@ def with_generation(report: Report, spec: ModelSpec, run: Training, gpu: GPU) ->
     total = report.step_seconds + seconds
     low, high = (bound and bound + factor * seconds for bound, factor in
                  zip((report.step_seconds_low, report.step_seconds_high), TPOT_INTERVAL, strict=True))  # fmt: skip
-    equal = f"Generation takes {seconds:.3g} s if all {count} completions of a GPU have {service.output_len:,} tokens"
-    note = Note("generation", f"{equal}; the engine's cache holds {memory.requests:,} of them together. The phases "
-                "follow each other, so their memory is not summed.")  # fmt: skip
+    equal = f"if all {count} completions of a GPU have {service.output_len:,} tokens"
+    together = f"the engine's cache holds {memory.requests:,} of them together"
+    note = Note("generation", f"Generation takes {show_seconds(seconds)} {equal}; {together}. The phases follow each "
+                "other, so their memory is not summed.")  # fmt: skip
     return replace(
         report,
         time={"generation": seconds, **report.time},

@@ -35,7 +35,7 @@ HELP = {
     "--concurrency, or 4 with --rate.",
     "max_num_batched_tokens": "Maximum number of tokens in a step. Default: 2048, 8192 or 16384, depending on the "
     "engine and the GPU.",
-    "prefill_interval": "Decode steps from one check for new requests to the next; with trtllm, steps for which a new "
+    "prefill_interval": "Number of decode steps between checks for new requests; with trtllm, how many steps a new "
     "request waits.",
     "draft": "Draft for speculative decoding: mtp, eagle3, eagle3:CHECKPOINT, or the name of a smaller model; needs "
     "--acceptance.",
@@ -113,7 +113,8 @@ class Service:
             if int not in (hint, *get_args(hint)) or (optional and value is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SpecError(f"{name}={value!r}: give a whole number >= {least}" + (", or None" if optional else ""))
+                instead = ", or leave it out" if optional else ""
+                raise SpecError(f"{name}={value!r}: give a whole number >= {least}{instead}")
         if not 1 <= self.cpu_memory_gb_s <= 10_000:
             raise SpecError(f"cpu_memory_gb_s={self.cpu_memory_gb_s!r}: give 10^9 bytes per second, 1 to 10,000")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -261,10 +261,10 @@ def deployment_table(options: Sequence[Deployment]) -> Table:
     """Return the table of deployments: a row for each."""
     rows: list[tuple[Any, ...]] = [
         (
-            f"{one.gpus} × {one.point.gpu}", f"{one.copies} × tp={one.point.service.tp}", f"{one.point.users:,}",
+            f"{one.gpus} × {one.point.gpu}", str(one.copies), str(one.point.service.gpus), f"{one.point.users:,}",
             show_seconds(one.latency.ttft), show_seconds(one.latency.tpot),
             "–" if one.usd_per_hour is None else f"${one.usd_per_hour:,.2f}",
         )
         for one in options
     ]  # fmt: skip
-    return Table(("GPUs", "copies", "most users each", "TTFT", "TPOT", "per hour"), rows, words=(0, 1))
+    return Table(("GPUs", "copies", "GPUs per copy", "max. users per copy", "TTFT", "TPOT", "price per hour"), rows)

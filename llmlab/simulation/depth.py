@@ -45,12 +45,15 @@ class Depth:
         return (self.layers - self.least) // self.period if self.period else 0
 
     def begun_after(self, groups: int) -> Depth:
-        """Return this depth with up to `groups` more groups among the `least` layers, which leaves one further group.
+        """Return this depth with `groups` more groups among the `least` layers; if no further group is left, a depth
+        in which no layers repeat.
 
-        >>> Depth(32, 0, 1, 2, ()).begun_after(2).least, Depth(3, 0, 1, 2, ()).begun_after(2).least
-        (4, 2)
+        >>> Depth(32, 0, 1, 2, ()).begun_after(2).least, Depth(4, 0, 1, 2, ()).begun_after(2).period
+        (4, 0)
         """
-        return replace(self, least=self.least + min(groups, max(0, self.groups - 1)) * self.period)
+        if self.groups <= groups:
+            return replace(self, first=0, period=0, least=self.layers)
+        return replace(self, least=self.least + groups * self.period)
 
     def deeper(self, path: str) -> str:
         """Return the new path of the module at `path` after one more group is inserted in the middle of the model with

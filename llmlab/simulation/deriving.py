@@ -23,11 +23,11 @@ def trace_of(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
     for example without torch."""
     if (isinstance(gpu, str) and gpu.lower() == "cpu") or not has_trace(run):
         return None
-    card = find_gpu(gpu)
-    run = check(spec, run, card)
+    gpu = find_gpu(gpu)
+    run = check(spec, run, gpu)
     assert isinstance(run, Training)
-    key = spec.config_json, run, card.name
-    if (stored := find(spec, run, card)) or key in _without or not all(map(find_spec, ("torch", "transformers"))):
+    key = spec.config_json, run, gpu.name
+    if (stored := find(spec, run, gpu)) or key in _without or not all(map(find_spec, ("torch", "transformers"))):
         return stored
     from .tracing import derived
 
@@ -36,10 +36,10 @@ def trace_of(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
         note = "this takes seconds for each new set of options, and is kept"
         print(f"Deriving the formulas of {spec.name} from the code of transformers; {note}.", file=sys.stderr)
     try:
-        trace = derived(spec, run, card)
+        trace = derived(spec, run, gpu)
     except NotAvailable as error:
         _without.add(key)
         print(f"{error}. The estimate is that of a plain transformer.", file=sys.stderr)
         return None
-    keep(spec, run, card, trace)
+    keep(spec, run, gpu, trace)
     return trace

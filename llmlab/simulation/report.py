@@ -50,7 +50,7 @@ from .engine.real_host import RealHost
 from .patching.bitsandbytes import fake_bitsandbytes
 from .patching.imports import swept
 from .patching.install import as_cuda, installed
-from .patching.patches import count_random_states, fake_parameters, tensors_on_card
+from .patching.patches import count_random_states, fake_parameters, tensors_on_gpu
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
 from .simulated_gpu import SimulatedGPU
@@ -90,11 +90,11 @@ def simulated(
     memory runs out.
     """
     spec = find_model(model)
-    card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
+    device = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
     stages = sorted({0, min(1, run.pp - 1), run.pp - 1}) if isinstance(run, Training) else [0]
     reports: list[Report] = []
     for stage in stages:
-        reports.append(_of_stage(spec, run, card, load_order, stage, how_much))
+        reports.append(_of_stage(spec, run, device, load_order, stage, how_much))
         if not how_much and reports[-1].outcome != "fits":
             return reports[-1]
     first, *later_reports = reports
@@ -105,7 +105,7 @@ def simulated(
     peaks = Note("other-stages", f"The figures are of pipeline stage 0; peaks of other stages: {peaks_by_stage}.")
     first = replace(first, notes=(peaks, *first.notes))
     out_of_memory = [report for report in later_reports if report.outcome == "out of memory"]
-    if not out_of_memory and card and any(report.outcome == "unknown" for report in later_reports):
+    if not out_of_memory and device and any(report.outcome == "unknown" for report in later_reports):
         notes = tuple(dict.fromkeys((EAGER_TOO_LARGE, *first.notes)))
         return replace(first, outcome="unknown", process=None, notes=notes)
     if not out_of_memory:
@@ -124,7 +124,7 @@ def _of_stage(
     error, place = recording.failed
     upper = recording.engine.has_upper_sizes
     outcome: Outcome = "unknown" if upper else "out of memory"
-    where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+    where = f"{recording.phase}, {place}, whose request lacked {show_bytes(error.lacked)}"
     where += f", in stage {stage} of the pipeline" if stage else ""
     why = EAGER_TOO_LARGE if upper else Note("refused-request", str(error))
     if not how_much:
@@ -156,17 +156,17 @@ def recorded(
     when a phase begins, with None for a phase that does not count, such as those of the warm-up step. Quantized weights
     load in `load_order`.
     """
-    spec, card = find_model(model), find_gpu(gpu) if gpu else None
-    run = check(spec, run, card)
-    check_simulated(spec, run, card)
-    if card:
-        capability_of(card)
+    spec, gpu = find_model(model), find_gpu(gpu) if gpu else None
+    run = check(spec, run, gpu)
+    check_simulated(spec, run, gpu)
+    if gpu:
+        capability_of(gpu)
     window = spec.config.get("sliding_window")
     runs = steps_that_run(run, window) if isinstance(run, Inference) else set()
     with exclusive("simulate()"):
         while True:
             try:
-                return _take(spec, run, card, runs, allocator, on_phase, load_order, stage)
+                return _take(spec, run, gpu, runs, allocator, on_phase, load_order, stage)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
             except Exception as error:  # from a model class that was never tried with this run
@@ -208,8 +208,8 @@ def _take(
             engine = simulated_gpu.engine
         else:
             engine = Engine(HOST, HostMemory())  # this machine's own libraries run on fake tensors
-            for patch in (fake_parameters(), tensors_on_card(), count_random_states(engine),
-                          fake_bitsandbytes(on_card=False)):  # fmt: skip
+            for patch in (fake_parameters(), tensors_on_gpu(), count_random_states(engine),
+                          fake_bitsandbytes(on_gpu=False)):  # fmt: skip
                 stack.enter_context(patch)
         recording = StepRecording(engine, gpu, on_phase)
         ranks = None

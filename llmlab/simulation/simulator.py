@@ -46,40 +46,40 @@ class Simulator:
     """
 
     def __init__(self, gpu: SimulatedGPU, phases: Phases) -> None:
-        self._card, self._phases = gpu, phases
+        self._simulated, self._phases = gpu, phases
         self.gpu: GPU = gpu.gpu
 
     @property
     def ranks(self) -> int:
         """The number of ranks in the process group that the code created; 1 if it created none."""
-        return self._card.ranks
+        return self._simulated.ranks
 
     def launch(self, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
         """Continue as rank 0 of `world_size` ranks, on nodes of `per_node` GPUs. Environment variables stay set until
         the caller restores os.environ."""
         from .distributed.process_group import launch
 
-        launch(self._card, world_size, per_node)
+        launch(self._simulated, world_size, per_node)
 
     @property
     def allocated(self) -> int:
         """Bytes of the tensors on the GPU, rounded up to blocks: torch.cuda.memory_allocated."""
-        return self._card.memory.allocated
+        return self._simulated.memory.allocated
 
     @property
     def reserved(self) -> int:
         """Bytes of the allocator's segments: torch.cuda.memory_reserved."""
-        return self._card.memory.reserved
+        return self._simulated.memory.reserved
 
     @property
     def peak_allocated(self) -> int:
         """The most allocated bytes, even if the code inside calls torch.cuda.reset_peak_memory_stats."""
-        return self._card.peaks[0]
+        return self._simulated.peaks[0]
 
     @property
     def peak_reserved(self) -> int:
         """The most reserved bytes, even if the code inside calls torch.cuda.reset_peak_memory_stats."""
-        return self._card.peaks[1]
+        return self._simulated.peaks[1]
 
     @property
     def timeline(self) -> Timeline:
@@ -91,53 +91,51 @@ class Simulator:
         """Patch the current functions of os and shutil so that they find checkpoints that were not written to disk."""
         from .checkpoints.virtual_files import VirtualFiles
 
-        with VirtualFiles(self._card.kept_files).patched():
+        with VirtualFiles(self._simulated.kept_files).patched():
             yield
 
     @property
     def has_upper_sizes(self) -> bool:
         """Whether torch.compile ran some code eagerly, so that the sizes are upper bounds."""
-        return self._card.engine.has_upper_sizes
+        return self._simulated.engine.has_upper_sizes
 
     @property
     def notes(self) -> tuple[Note, ...]:
         """Assumptions and omissions: a sentence each, whose `code` names its kind."""
         from .engine.engine import notes_of
 
-        return notes_of(self._card.engine)
+        return notes_of(self._simulated.engine)
 
     @property
     def out_of_memory(self) -> str | None:
         """The operator whose request last exceeded the GPU's memory, and by how much; None if all requests fit."""
         from ..base.units import show_bytes
 
-        error, place = self._card.engine.refused, self._card.engine.asked
-        if error is None:
-            return None
-        return f"{place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+        error, place = self._simulated.engine.refused, self._simulated.engine.asked
+        return None if error is None else f"{place}, whose request lacked {show_bytes(error.lacked)}"
 
     @property
     def counts_all_kernels(self) -> bool:
         """Whether `operators` are all that a GPU would run, because no Triton kernel of unknown time was launched."""
-        return not self._card.engine.launches
+        return not self._simulated.engine.launches
 
     def reset_peak(self) -> None:
         """Reset the peaks to the bytes that are allocated and reserved now."""
-        self._card.memory.reset_peak()
-        self._card.peaks_before = 0, 0
+        self._simulated.memory.reset_peak()
+        self._simulated.peaks_before = 0, 0
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether `tensor` has memory on the simulated GPU."""
-        return self._card.engine.address(tensor) is not None
+        return self._simulated.engine.address(tensor) is not None
 
     def end_step(self) -> None:
         """Mark the end of a step of the training loop, so that `growth` can compare two steps."""
-        self._card.history.steps.append(len(self._card.history.entries))
+        self._simulated.history.steps.append(len(self._simulated.history.entries))
 
     @property
     def growth(self) -> dict[str, int]:
         """Bytes by which memory grows with each step, by module and line; empty before the second `end_step()`."""
-        return self._card.history.growth()
+        return self._simulated.history.growth()
 
     @contextmanager
     def operators(self) -> Iterator[Operators]:
@@ -150,7 +148,7 @@ class Simulator:
         from .profile.operator_log import Operators
 
         seen = Operators(self.gpu)
-        engine = self._card.engine
+        engine = self._simulated.engine
         before, engine.watch = engine.watch, seen
         try:
             yield seen
@@ -165,7 +163,7 @@ class Simulator:
         """
         from .profile.snapshot import write_snapshot
 
-        write_snapshot(path, self._card.snapshot())
+        write_snapshot(path, self._simulated.snapshot())
 
     def __repr__(self) -> str:
         from ..base.units import show_bytes
@@ -235,6 +233,6 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     host = RealHost(assume)
     memory = Allocator(device.room(), AllocatorConfig.from_environment(), device.memory)
     memory.late_config = AllocatorConfig.from_environment  # a script may set it in its first lines
-    card = SimulatedGPU(device, memory, host)
-    with script_on(card, host, world_size) as phases:
-        yield Simulator(card, phases)
+    simulated = SimulatedGPU(device, memory, host)
+    with script_on(simulated, host, world_size) as phases:
+        yield Simulator(simulated, phases)

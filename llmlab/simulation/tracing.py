@@ -61,8 +61,8 @@ class _Step(NamedTuple):
     operators: list[Kernel]
 
 
-def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
-    """Return the trace of `run` on one GPU, `card`. Raises Untraceable if the step has no formula."""
+def derived(spec: ModelSpec, run: Training, gpu: GPU) -> Trace:
+    """Return the trace of `run` on one GPU, `gpu`. Raises Untraceable if the step has no formula."""
     images = images_of(spec, run)
     longest = 2 * run.seq_len if spec.rotary else spec.max_positions
     for fixed in range(3):
@@ -73,7 +73,7 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
         if not frozen:
             gc.freeze()  # each simulation collects garbage, and no object from before it is garbage
         try:
-            return _derived(spec, run, card, at, fixed)
+            return _derived(spec, run, gpu, at, fixed)
         except Untraceable:
             if fixed == 2:
                 raise
@@ -83,19 +83,19 @@ def derived(spec: ModelSpec, run: Training, card: GPU) -> Trace:
     raise AssertionError("the step's own sizes are a point")
 
 
-def _derived(spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]], fixed: int) -> Trace:
+def _derived(spec: ModelSpec, run: Training, gpu: GPU, at: Sequence[tuple[int, int]], fixed: int) -> Trace:
     depth = depth_of(spec)
     if run.world_size > 1:
         depth = depth.begun_after(IN_FLIGHT)
     numbers: dict[Term, int] = {}
-    shallow = deep = _traced(with_layers(spec, depth.least) if depth.period else spec, run, card, at, numbers)
+    shallow = deep = _traced(with_layers(spec, depth.least) if depth.period else spec, run, gpu, at, numbers)
     peaks = [(0, point, step.peak) for point, step in zip(at, shallow.steps, strict=True)]
     operators = _kernels(shallow.steps, at)
     if depth.period:
         more = with_layers(spec, depth.least + depth.period)
         # At this point the fewest formulas have equal values, and their values identify the deeper step's operators.
         sizes = max(at, key=lambda sizes: len({formula.at(*sizes) for formula in operators.formulas}))
-        step = _step(more, replace(run, micro_batch=sizes[0], seq_len=sizes[1]), card)
+        step = _step(more, replace(run, micro_batch=sizes[0], seq_len=sizes[1]), gpu)
         requests = shallow.steps[at.index(sizes)].requests
         terms = _terms_like(shallow.terms, requests, step)
         deep = _Traced(_moments(step, terms, numbers), terms)
@@ -153,17 +153,17 @@ class _Traced(NamedTuple):
 
 
 def _traced(
-    spec: ModelSpec, run: Training, card: GPU, at: Sequence[tuple[int, int]], numbers: dict[Term, int]
+    spec: ModelSpec, run: Training, gpu: GPU, at: Sequence[tuple[int, int]], numbers: dict[Term, int]
 ) -> _Traced:
-    steps = [_step(spec, replace(run, micro_batch=batch, seq_len=tokens), card) for batch, tokens in at]
+    steps = [_step(spec, replace(run, micro_batch=batch, seq_len=tokens), gpu) for batch, tokens in at]
     if any(step.changes != steps[0].changes for step in steps):
         raise Untraceable(f"{spec.name} runs other operators at other sizes")
     terms = [_term([step.requests[number] for step in steps], at) for number in range(len(steps[0].requests))]
     return _Traced(_moments(steps[0], terms, numbers), terms, steps)
 
 
-def _step(spec: ModelSpec, run: Training, card: GPU) -> _Step:
-    recording = recorded(spec, run, replace(card, memory=ROOMY))
+def _step(spec: ModelSpec, run: Training, gpu: GPU) -> _Step:
+    recording = recorded(spec, run, replace(gpu, memory=ROOMY))
     engine = recording.engine
     requests: list[_Request] = []
     numbers: dict[int, int] = {}

@@ -42,6 +42,12 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> Run:
     return run
 
 
+def has_formulas(spec: ModelSpec, run: Run) -> bool:
+    """Whether the written formulas are right for `run` of the model. In a training step, they count all layers as
+    layers of average size, which is wrong if some are dense and the others have experts."""
+    return spec.has_formulas and not (isinstance(run, Training) and 0 < spec.dense_layers < spec.layers)
+
+
 @lru_cache(maxsize=256)  # one run is usually checked on several GPUs
 def _check_run(spec: ModelSpec, run: Run) -> None:
     if not stack_of(run).own_program and run.attention not in (supported := attentions(spec.family)):

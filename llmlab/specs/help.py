@@ -12,8 +12,9 @@ HELP = {
     "quantization": "Dtype of the frozen base weights; needs --lora.",
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
     "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. all: every "
-    "layer, as if a model is loaded in bf16 and the Trainer has bf16=True. embeddings: the embedding and the head of a "
-    "quantized model. Other unquantized layers are in fp32, as after peft's prepare_model_for_kbit_training.",
+    "frozen layer, as when a model is loaded in bf16 and trained with the Trainer's bf16=True. embeddings: the "
+    "embedding and the head of a quantized model. Unquantized layers not named here stay in fp32, as after peft's "
+    "prepare_model_for_kbit_training.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
@@ -31,16 +32,18 @@ HELP = {
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels: Liger Kernel, or only a fused cross-entropy loss or a fused RMSNorm.",
     "stack": "Training code: transformers, torchtitan, megatron, torchtune, deepspeed, litgpt or nanotron. The choice "
-    "can change the defaults of other options. Its own options follow a colon: torchtitan:ac=full.",
+    "can change the defaults of other options. Its own options follow a colon: torchtitan:ac=full; an unknown one "
+    "prints the list.",
     "fp8": "Recipe for fp8 matmuls; needs --compile and --precision bf16 or mixed-bf16.",
     "images": "Images in each sequence of a vision-language model; --seq-len counts their tokens.",
     "pixels": "Size of each image before the processor resizes it: a number of pixels, or HEIGHTxWIDTH.",
     "num_labels": "Train a sequence classifier of this many classes instead of a language model.",
     "method": "Training method. --micro-batch counts pairs for dpo, orpo and reward, and completions for ppo and grpo.",
-    "reference": "Reference model of dpo, kto, ppo and grpo: kept in memory, offloaded, its scores precomputed, or the "
-    "model without its adapter. Default: adapter with --lora, kept without; grpo has none.",
+    "reference": "Where the reference scores of dpo, kto, ppo and grpo come from: kept = a second model in GPU memory; "
+    "offloaded = a second model in host memory, on the GPU only while it computes; precomputed = computed before "
+    "training; adapter = the model with its adapter switched off.",
     "teacher": "Model to distill from, named like MODEL; default: a model as large as MODEL.",
-    "completion_len": "Tokens that ppo and grpo generate, which count in --seq-len; required with them.",
+    "completion_len": "Tokens to generate; included in --seq-len. Required by ppo and grpo.",
     "generations": "Completions of each prompt in ppo and grpo.",
     "gpu_memory_utilization": "Share of the GPU's memory that the generating engine of ppo and grpo uses.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",

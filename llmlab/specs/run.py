@@ -74,7 +74,8 @@ class LoRA(ChoiceSpec):
         targets = self.targets
         listed = isinstance(targets, (tuple, list)) and targets
         if not listed or not all(isinstance(name, str) and name for name in targets):
-            raise SpecError(f"targets={targets!r} is not a tuple of layer names; for example ('q_proj', 'v_proj')")
+            raise SpecError(f"targets={targets!r} has no names of layers; give, for example, targets=('q_proj', "
+                            "'v_proj')")  # fmt: skip
         object.__setattr__(self, "targets", tuple(targets))
         if self.alpha is not None:
             self._check_counts("alpha")
@@ -204,14 +205,14 @@ class Training(ChoiceSpec):
         if self.quantization is not None and self.lora is None:
             raise SpecError(
                 f"quantization={self.quantization!r} without lora: {self.quantization} weights cannot be trained; "
-                "add lora=lab.LoRA(...) or drop quantization"
+                "add lora=lab.LoRA(...), or leave out quantization"
             )
         self._check_frozen()
         # Engines offload ZeRO's shards, even on one GPU. DeepSpeed runs its stages on one GPU without offload, too.
         unsharded = self.dp * self.cp == 1 and not self.offload
         if self.zero and unsharded and not stack_of(self).own_zero:
-            raise SpecError(f"zero={self.zero} needs at least two data-parallel ranks, but dp=1; give dp >= 2 or "
-                            "zero=0")  # fmt: skip
+            raise SpecError(f"zero={self.zero} needs at least two data-parallel ranks, but dp=1; give dp >= 2, "
+                            "or zero=0")  # fmt: skip
         if self.dp % self.ep:
             raise SpecError(f"ep={self.ep} is not a divisor of dp={self.dp}, whose ranks share the experts; give one")
         if self.dp_replicate > 1:

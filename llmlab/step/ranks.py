@@ -94,7 +94,8 @@ def check_ranks(spec: ModelSpec, run: Run, verb: str) -> None:
                            "lab.estimate")  # fmt: skip
     if run.zero == 1 and run.precision.startswith("mixed"):
         choice = f"precision={run.precision!r} with zero=1"
-        raise NotAvailable(f"{see} {choice}: torch has no sharded master copy; give zero=2 or 3, or ask lab.estimate")
+        raise NotAvailable(f"{see} {choice}: PyTorch has no sharded fp32 master copy; give zero=2 or 3, or ask "
+                           "lab.estimate")  # fmt: skip
     if run.zero >= 2 and run.optimizer == "adafactor":  # its torch.pow_ has no rule for shards
         choice = f"optimizer='adafactor' with zero={run.zero}"
         raise NotAvailable(f"{see} {choice}: torch's Adafactor cannot step shards; give adamw or sgd, or ask "

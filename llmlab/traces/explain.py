@@ -71,7 +71,7 @@ class Explanation:
         rows.append(("sum", "", "", "", "", show_bytes(self.total)))
         title = f"{self.model}: the peak, in {self.phase} at {self.place}"
         sizes = f"B = {self.batch} sequences of S = {self.tokens:,} tokens"
-        footer = f"{sizes}. Formulas are in bytes; their names are those of lab.model."
+        footer = f"{sizes}. Formulas give bytes; names such as hidden are fields of lab.model(...)."
         header = ("part", "module", "operator", "tensors", "bytes of each", "bytes")
         return Table(header, rows, title, footer, (0, 1, 2, 4))
 

@@ -38,10 +38,10 @@ def has_trace(run: Run) -> TypeGuard[Training]:
     return not (run.offload or run.compile or run.fp8)
 
 
-def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
+def find(spec: ModelSpec, run: Training, gpu: GPU) -> Trace | None:
     """Return the stored trace of `run` if there is one; a file that cannot be read counts as none."""
     for fixed in range(3):
-        key = _key(spec, run, card, fixed)
+        key = _key(spec, run, gpu, fixed)
         if key not in _kept:
             try:
                 _kept[key] = Trace.from_dict(json.loads(_file(key).read_text(encoding="utf-8")))
@@ -53,18 +53,18 @@ def find(spec: ModelSpec, run: Training, card: GPU) -> Trace | None:
     return None
 
 
-def keep(spec: ModelSpec, run: Training, card: GPU, trace: Trace) -> None:
+def keep(spec: ModelSpec, run: Training, gpu: GPU, trace: Trace) -> None:
     """Store `trace` for every run in its range; if the cache cannot be written, only in this process."""
-    key = _key(spec, run, card, trace.fixed)
+    key = _key(spec, run, gpu, trace.fixed)
     _kept[key] = trace
     with suppress(OSError):  # with a read-only home, the next process derives the trace again
         write_whole(_file(key), json.dumps(trace.to_dict(), separators=(",", ":")))
 
 
-def _key(spec: ModelSpec, run: Training, card: GPU, fixed: int) -> str:
+def _key(spec: ModelSpec, run: Training, gpu: GPU, fixed: int) -> str:
     options = {name: value for name, value in run.to_dict().items() if name not in ("micro_batch", "seq_len")}
     where = range_of(run.micro_batch, run.seq_len, fixed)
-    data = [__version__, _versions(), json.loads(spec.config_json), options, where, card.name]
+    data = [__version__, _versions(), json.loads(spec.config_json), options, where, gpu.name]
     return sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]
 
 

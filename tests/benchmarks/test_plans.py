@@ -36,23 +36,6 @@ def test_a_step_that_ran_is_said_to_fit():
     assert plans.decided(case, simulate=False) == (plans.FITS, "estimate")
 
 
-def test_steps_of_which_nobody_can_know_are_named_and_not_counted():
-    run = lab.Training(seq_len=64)
-    sure = plans.Case("sure", "", "gpt2", run, "T4", True)
-    found = [(sure, (plans.FITS, "estimate")),
-             (plans.Case("over", "", "gpt2", run, "T4", False), (plans.NOT, "estimate")),
-             (plans.Case("else", "", "gpt2", run, "H100-80GB", True), (plans.UNSURE, "estimate")),
-             (plans.Case("gone", "", "gpt2", run, "H100-80GB", False), (plans.UNSURE, "estimate")),
-             (replace(sure, id="open", uncertain="which GPUs?"), (plans.NOT, "estimate"))]  # fmt: skip
-    text = "\n".join(plans.verdicts(found, simulate=True))
-    assert "| ran, on a T4 | 1 | 1 (100%) | 0 (0%) | 0 (0%) |" in text
-    assert "| ran, anywhere | 2 | 1 (50%) | 0 (0%) | 1 (50%) |" in text
-    assert "| ran, with those whose memory is not certain | 3 | 1 (33%) | 1 (33%) | 1 (33%) |" in text
-    missed, uncertain = text.split("Not certain, and not counted")
-    assert "| else |" in missed and "| open |" not in missed
-    assert "| open |  | which GPUs? | does not fit | estimate |" in uncertain
-
-
 def test_a_row_has_a_run_of_its_own_where_memory_is_another():
     rows = {row.id: row for row in plans.published()}
     frozen = rows["qwen-72b-lora-2048"]

@@ -112,25 +112,6 @@ def test_what_a_script_said_has_no_path_of_a_machine(tmp_path):
     assert scripts.anywhere(said, tmp_path) == "a (trl/sft.py, line 3) b (torch/nn/init.py, line 4)"
 
 
-def test_the_tables():
-    ran = {"repository": "r", "gpu": "T4", "seconds": 9.6, "peak_allocated": 1 << 30, "peak_reserved": 2 << 30}
-    ran["made"] = "today."
-    one = scripts.Result("a", command="a.py " + "x" * 99, outcome="ran", steps=2, ranks=8, upper=True, **ran)
-    known = {"published": 2.5, "published_is": "reserved"}
-    two = scripts.Result("b", command="b.py", outcome="ran to its end", steps=1, **known, **ran)
-    three = scripts.Result("c", "q", "c.py", "T4", "not supported", 3.0, said="no `x`\nthere", about="the third",
-                           made="before.")  # fmt: skip
-    text = scripts.report([one, two, three])
-    assert text.startswith("We ran 3 command lines from 2 repositories in 0 minutes, with these outcomes: 1 ran, "
-                           "1 ran to its end, 1 not supported.")
-    assert "| 8 × T4 | ran, 2 steps | 1.00 GiB, upper | 2.00 GiB, upper |  | 10 |" in text and "x…`" in text
-    assert "| ran to its end, 1 step | 1.00 GiB | 2.00 GiB | 2.50 GiB reserved (-20.0%) | 10 |" in text
-    assert "The simulation is off by 20.0% at the median and by 20.0% at most." in text
-    assert "| r: `b.py` | T4 |" in text and "| q: the third | not supported | no 'x' there |" in text
-    assert text.endswith("- 2 command lines: today.\n- 1 command lines: before.")
-    assert scripts.report([one, two]).endswith("\ntoday.")
-
-
 def test_what_is_not_run_again_stays_as_it_is(folders, tmp_path):
     clones, work = folders
     table, old = tmp_path / "cases.toml", {"repository": "mine", "command": "x", "gpu": "T4", "outcome": "ran"}

@@ -110,36 +110,9 @@ def test_rows_have_the_steps_of_their_sources():
             assert (run.global_batch, run.world_size) == (2048, 384), row.id
 
 
-def test_a_round_is_told_by_its_errors_and_its_worst_row():
-    near, far = throughput.rows()[:2]
-    pairs = [(row, throughput.Predicted(off * row.measured, 0.9 * row.measured, 1.1 * row.measured))
-             for row, off in ((near, 1.05), (far, 1.4))]  # fmt: skip
-    unknown = near, throughput.Predicted(None)
-    told = throughput._round("round 0", [*pairs, unknown])
-    assert told[:8] == ["0", "1", "2 of 3", "22.5%", "40%", "100%", "1", far.id]
-    assert throughput._round("round 0", pairs[:1])[2:7] == ["1", "5.0%", "5%", "100%", "0"]
-
-
-def test_a_tool_is_compared_with_llmlab_on_the_rows_that_it_answers():
-    near, far = throughput.rows()[:2]
-    pairs = [(row, throughput.Predicted(off * row.measured)) for row, off in ((near, 1.1), (far, 1.5))]
-    own, other = throughput.tools(pairs, {"other": {near.id: 2 * near.measured, far.id: None}})
-    assert own[:5] == ["llmlab", "2", "30.0%", "50%", "50%"]
-    assert other == ["other", "1", "100.0%", "100%", "100%", "10.0%", "10%", "10%"]
-
-
 def test_the_rule_at_the_median_share_of_a_gpu_is_off_by_what_its_rows_differ():
     """Two rows that reach 1.2 and 0.8 times the rule: at the share between them, one is too low by a sixth."""
     row = next(row for row in throughput.rows() if row.card == "T4")
     near, far = (replace(row, id=id, measured=times * rule(row)) for id, times in (("near", 1.2), ("far", 0.8)))
     found = throughput.fitted([(near, throughput.Predicted(None)), (far, throughput.Predicted(None))])
     assert found == pytest.approx({"near": rule(row), "far": rule(row)})
-
-
-def test_a_source_counts_once_however_many_rows_it_has():
-    first = throughput.rows()[0]
-    other = next(row for row in throughput.rows() if row.source != first.source)
-    right = throughput.Predicted(first.measured, 0.5 * first.measured, 2 * first.measured)
-    wrong = throughput.Predicted(1.4 * other.measured, 1.3 * other.measured, 1.5 * other.measured)
-    told = throughput.doubts([*[(first, right)] * 3, (other, wrong)])
-    assert "4.00 times" in told and "2 sources" in told and "median error is 20.0%" in told and "50% are inside" in told

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -16,9 +18,10 @@ from llmlab.base import errors
 from llmlab.base.errors import SpecError
 from llmlab.cli import main as cli
 from llmlab.cli import options as cli_options
+from llmlab.cli.in_options import in_options
 from llmlab.hardware.doctor import doctor
 from llmlab.hardware.gpu import gpus
-from llmlab.hardware.links import cluster
+from llmlab.hardware.links import cluster, links
 from llmlab.report import Report
 from llmlab.specs.model import model, models
 from llmlab.specs.run import Inference, LoRA, Training
@@ -219,7 +222,7 @@ def test_an_option_that_is_given_its_default_is_no_default():
     assert asked["peak_allocated"] == pytest.approx(50.2 * 2**30, rel=0.01)
     titan = (*words, "--stack", "torchtitan", "--dp", 8)
     assert json.loads(call(*titan, "--checkpointing", "none").stdout)["run"]["checkpointing"] is None
-    assert "precision='fp32' with dp=8" in refused(*titan, "--precision", "fp32")
+    assert "--precision fp32 with --dp 8" in refused(*titan, "--precision", "fp32")
 
 
 def test_json_is_the_report():
@@ -389,9 +392,9 @@ def test_record_measures_within_its_budget_and_says_what_is_left(tmp_path):
         (["estimate", "gpt3", "--gpu", "T4"], ["unknown model 'gpt3'", "gpt2"]),
         (["estimate", "gpt2", "--gpu", "A1000"], ["unknown GPU 'A1000'", "A100"]),
         (["estimate", "gpt2", "--gpu", "T4", "--seq-len", "2048"], ["2048", "1024 positions"]),
-        (["estimate", "gpt2", "--gpu", "T4", "--micro-batch", "0"], ["micro_batch=0", ">= 1"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--micro-batch", "0"], ["--micro-batch 0", ">= 1"]),
         (["estimate", "gpt2", "--gpu", "T4", "--lora-targets", "c_attn"], ["--lora-targets needs --lora"]),
-        (["estimate", "gpt2", "--gpu", "T4", "--lora", "8", "--lora-targets", ","], ["targets=()"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--lora", "8", "--lora-targets", ","], ["--lora-targets ''"]),
         (["estimate", "gpt2", "--batch", "4", "--micro-batch", "4"], ["--batch", "--micro-batch"]),
         (["estimate", "gpt2", "--inference", "--zero", "2"], ["--zero", "--inference"]),
         (["estimate", "gpt2", "--new-tokens", "8", "--lora", "2"], ["--lora", "--new-tokens"]),
@@ -407,24 +410,24 @@ def test_record_measures_within_its_budget_and_says_what_is_left(tmp_path):
         (["record", "--only", "cooking"], ["cooking", "memory-anatomy"]),
         (["measure", "gpt3"], ["unknown model 'gpt3'"]),
         (["measure", "gpt2", "--device", "tpu"], ["tpu", "cuda"]),
-        (["measure", "gpt2", "--dp", "8", "--zero", "3"], ["dp=8"]),
+        (["measure", "gpt2", "--dp", "8", "--zero", "3"], ["--dp 8"]),
         (["measure", "gpt2", "--seq-len", "2048"], ["1024 positions"]),
         (["estimate", "~nobody-of-that-name/x"], ["~nobody-of-that-name/x", "config.json"]),
         (["records", "foo"], ["unknown model 'foo'", "llmlab models"]),
         (["records", "~nobody-of-that-name/x"], ["unknown model"]),
         (["records", ""], ["unknown model ''"]),
         (["compare", "gpt2", "--gpu", "T44"], ["unknown GPU 'T44'"]),
-        (["compare", "gpt2", "--gpu", "T4", "--measure"], ["measure=True", "one of the two"]),
+        (["compare", "gpt2", "--gpu", "T4", "--measure"], ["--measure", "--gpu T4", "one of the two"]),
         (["estimate", "gpt2", "--gpu", "T4", "--network", "infiniband"], ["'infiniband'", "Nearest: InfiniBand-"]),
         (["compare", "gpt2", "--gpu", "T4", "--link", "nvlink"], ["unknown link 'nvlink'", "Nearest: NVLink-"]),
         (["estimate", "gpt2", "--gpu", "T4", "--network", "PCIe-4"], ["does not connect nodes", "Ethernet-10"]),
-        (["estimate", "gpt2", "--gpu", "T4", "--adapters", "0"], ["adapters=0", ">= 1"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--adapters", "0"], ["--adapters 0", ">= 1"]),
         (["estimate", "gpt2", "--gpus-per-node", "8"], ["--gpus-per-node", "no --gpu"]),
         (["estimate", "gpt2", "--vs", "full"], ["--vs 'full'", "--zero 3"]),
         (["estimate", "gpt2", "--vs", "--dp '2"], ["--vs", "No closing quotation"]),
         (["estimate", "gpt2", "--vs", "--vs '--dp 2'"], ["two runs"]),
         (["estimate", "gpt2", "--power", "500"], ["--power needs --gpu"]),
-        (["estimate", "gpt2", "--gpu", "H100", "--power", "nan"], ["power=nan W for H100-80GB", "350", "700"]),
+        (["estimate", "gpt2", "--gpu", "H100", "--power", "nan"], ["--power nan W for H100-80GB", "350", "700"]),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_was_given_and_what_is_allowed(words, said):
@@ -488,6 +491,86 @@ def test_an_interrupt_is_130_and_an_unreadable_file_names_itself():
 def test_a_bare_call_shows_help_and_the_version_can_be_asked():
     assert call().exit_code == 0 and "estimate" in call().stdout
     assert call("--version").stdout == f"llmlab {__version__}\n"
+
+
+@pytest.mark.parametrize(("words", "first", "others"), [
+    (["estimate", "gpt2", "--batch-size", "8"], "--micro-batch", ["--batch (for generation)"]),
+    (["estimate", "gpt2", "--max-seq-len", "8"], "--seq-len", ["--prompt-len (for generation)"]),
+    (["serve", "gpt2", "--prompt-length", "8"], "--prompt-len", []), (["plan", "gpt2", "--batch-size", "8"],
+                                                                     "--global-batch", []),
+])  # fmt: skip
+def test_an_option_that_begins_a_generation_is_not_suggested_for_a_step(words, first, others):
+    suggested = refused(*words).partition("Did you mean ")[2].rstrip("?\n").split(" or ")
+    assert suggested[0] == first and {*others} <= {*suggested}
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--quantization", "nf4"], ["--quantization nf4", "--lora 16"]),
+    (["--zero", "3"], ["--zero 3", "--dp 2 or more", "--zero 0"]),
+    (["--pixels", "1000x4"], ["--pixels 1000x4 with --images 0", "give --images 1 or more"]),
+    (["--dp", "2", "--zero", "2", "--no-sync-each-batch"], ["--no-sync-each-batch", "--accumulation 1"]),
+    (["--lora", "-1"], ["--lora -1"]), (["--offload", "all"], ["--offload all", "none"]),
+    (["--fp8", "rowwise", "--precision", "bf16"], ["--fp8 rowwise with no --compile"]),
+    (["--method", "dpo", "--reference", "adapter"], ["--reference adapter", "give --lora,", "--reference kept"]),
+])  # fmt: skip
+def test_an_error_names_options_and_not_the_fields_of_python(words, said):
+    line = refused("estimate", "Qwen/Qwen2.5-0.5B", "--gpu", "H100-80GB", *words)
+    assert all(part in line for part in said) and not re.search(r"\w=|lab\.", line), line
+
+
+def test_a_call_stays_as_it_is_and_a_stack_is_named_with_its_options():
+    text = "give --assume 1 (lab.simulator(..., assume=1.0)) or steps=2"
+    assert in_options(text, cli.cli.commands["run"]) == text.replace("steps=2", "--steps 2")
+    stack = "stack=Megatron(virtual_pipeline=1), which sets virtual_stages=1"
+    given = "--stack megatron:virtual_pipeline=1, which sets --virtual-stages 1"
+    assert in_options(stack, cli.cli.commands["estimate"]) == given
+
+
+def test_a_note_names_options_and_json_the_fields():
+    words = ("estimate", "gpt2", "--gpu", "T4", "--lora", 8, "--lora-targets", "c_attn", "--precision", "autocast-fp16")
+    assert "--half-layers all" in call(*words).stdout
+    (note,) = [n for n in json.loads(call(*words, "--json").stdout)["notes"] if n["code"] == "frozen-in-fp32"]
+    assert "half_layers='all'" in note["text"]
+
+
+@pytest.mark.parametrize("words", [
+    ("explain", "gpt2", "--gpu", "T4", "--latex", "--json"), ("fix", "--gpu", "T4"), ("fix", "--dp", "2"),
+    ("plan", "gpt2", "--gpus", "T4", "--global-batch", "4", "--force"),
+    ("solve", "gpt2", "--gpu", "T4", "--for", "seq-len", "--seq-len", "64"),
+    ("serve", "gpt2", "--gpu", "H100", "--users", "4", "--launch"),
+    ("serve", "gpt2", "--gpu", "H100", "--users", "4", "--frontier"),
+    ("serve", "gpt2", "--gpu", "H100", "--frontier", "--rate", "3"),
+    ("serve", "gpt2", "--gpu", "H100", "--launch", "--slo", "ttft=1s,tpot=30ms", "--rate", "3"),
+    ("serve", "gpt2", "--gpu", "8xH100", "--slo", "ttft=1s,tpot=30ms", "--rate", "3"),
+    ("serve", "gpt2", "--gpu", "H100", "--tp", "2", "--slo", "ttft=1s,tpot=30ms", "--rate", "3"),
+])  # fmt: skip
+def test_an_option_that_would_be_ignored_is_refused(words):
+    assert "--" in refused(*words)
+
+
+@pytest.mark.parametrize("words", [
+    ("plan", "gpt2", "--gpus", "T4"), ("plan", "gpt2", "--global-batch", "8"), ("solve", "gpt2", "--gpu", "T4"),
+    ("simulate", "gpt2"), ("run", "train.py"),
+])  # fmt: skip
+def test_an_option_that_is_missing_comes_with_an_example(words):
+    option, value = refused(*words).partition("For example: ")[2].split()
+    assert option in cli.EXAMPLES and value
+
+
+def test_an_unknown_network_is_not_answered_with_links_inside_a_node():
+    known = {across: {link.name for link in links().values() if (link.kind == "network") == across}
+             for across in (True, False)}  # fmt: skip
+    for option, across in (("--network", True), ("--link", False)):
+        line = refused("estimate", "gpt2", "--gpu", "T4", option, "foo")
+        named = {*line.partition("Give one of ")[2].rstrip(".\n").split(", ")}
+        assert named == known[across] and f"unknown {option.strip('-')} 'foo'" in line
+
+
+def test_no_option_shows_two_defaults():
+    for command in cli.cli.commands.values():
+        for option in command.params:
+            if isinstance(option, click.Option) and "efault:" in (option.help or ""):
+                assert not option.show_default, option.name
 
 
 # ---- as a program

@@ -70,15 +70,15 @@ def test_nothing_is_written_where_nothing_fits(plan, tmp_path):
 def test_a_billion_gpus_are_answered_with_the_reason(plan):
     done = plan(gpus="1000000000xT4", fixed=[])
     assert done.exit_code == 2
-    assert "global_batch=8 sequences and gpus='1000000000xT4': no number of data-parallel ranks" in done.output
+    assert "--global-batch 8 sequences and --gpus 1000000000xT4: no number of data-parallel ranks" in done.output
 
 
 @pytest.mark.parametrize(
     ("fixed", "both"),
     [
-        (["dp=3"], ("dp=3", "gpus='2xA100-80GB'")),
-        (["micro_batch=3"], ("micro_batch=3", "global_batch=8")),
-        (["quantization=nf4"], ("quantization='nf4'", "method='full'")),
+        (["dp=3"], ("--fixed dp=3", "--gpus 2xA100-80GB")),
+        (["micro_batch=3"], ("--fixed micro_batch=3", "--global-batch 8")),
+        (["quantization=nf4"], ("--fixed quantization=nf4", "--method full")),
         (["dp=2", "tp=2", "pp=1", "cp=1"], ("tp=2", "2 GPUs")),
         (["zero=1", "offload=optimizer+parameters", "seq_len=64"], ("zero=3", "zero=1")),
     ],

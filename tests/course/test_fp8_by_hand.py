@@ -38,7 +38,7 @@ def seconds(run, gpu=H100):
 
 def limit():
     card = kernels(H100)
-    f16, f8 = card.card.peak("bf16") * card.sustained, card.card.peak("fp8") * card.sustained_fp8
+    f16, f8 = card.gpu.peak("bf16") * card.sustained, card.gpu.peak("fp8") * card.sustained_fp8
     return 6 * card.bandwidth * (1 / f16 - 1 / f8)
 
 
@@ -85,7 +85,7 @@ def test_fp8_pays_with_4096_tokens_together_and_not_with_1024():
 def test_the_inequality_and_what_torchao_measured_of_single_layers():
     """pytorch/ao at 0cf1281a, torchao/float8/README.md, Performance: (tokens, inputs, outputs) and the speedup."""
     card = kernels(H100)
-    f16, f8 = card.card.peak("bf16") * card.sustained, card.card.peak("fp8") * card.sustained_fp8
+    f16, f8 = card.gpu.peak("bf16") * card.sustained, card.gpu.peak("fp8") * card.sustained_fp8
     for (tokens, k, n), measured in {(1024, 2048, 1024): 0.80, (4096, 8192, 16384): 1.39}.items():
         flop, casts = 6 * tokens * k * n, 6 * tokens * (k + n) + 8 * k * n
         assert flop / f16 / (flop / f8 + casts / card.bandwidth) == pytest.approx(measured, rel=0.1)

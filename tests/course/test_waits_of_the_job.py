@@ -36,4 +36,4 @@ def test_the_job_reads_292_norms_and_is_bound_by_its_kernels_on_a_t4():
     launched = [add for add in adds if add.kind != "none"]  # the CPU adds to the step counts and launches nothing
     assert len(adds) == 2 * len(launched) == 2 * 146
     times = timing(operators, efficiencies()[GPU])
-    assert times.card == pytest.approx(times.step, rel=0.001) and times.host < times.card / 10
+    assert times.gpu == pytest.approx(times.step, rel=0.001) and times.host < times.gpu / 10

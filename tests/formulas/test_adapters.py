@@ -7,6 +7,7 @@ import pytest
 import llmlab as lab
 from llmlab.formulas.memory.activations import mlp_saved
 from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.report import estimated
 
 MODEL = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3,
@@ -124,3 +125,13 @@ def test_half_adapters_leave_all_beside_quantized_weights_half(checkpointing):
     assert estimated == pytest.approx(simulated, rel=0.02)
     prepared = lab.simulate(model, replace(run, lora=replace(half, autocast_adapter_dtype=True)), "A100-80GB")
     assert simulated < 0.9 * prepared.peak_allocated
+
+
+def test_a_family_without_formulas_has_adapters_of_all_layers_and_sends_their_gradients():
+    """Its layers' names are those of a plain transformer, and peft would know others."""
+    spec, lora = lab.model("google/gemma-3-270m"), lab.LoRA(targets=("all-linear",))
+    run = lab.Training(seq_len=256, cp=2, lora=lora)
+    parameters = sum(16 * row.count * (row.inputs + row.outputs) for row in spec.block_linears)
+    assert estimated(spec, run, "H100").parts["optimizer"] == 2 * 4 * parameters
+    unknown = replace(run, lora=lab.LoRA(targets=("wi",)))
+    assert estimated(spec, unknown, "H100").step_seconds > 0

@@ -20,8 +20,8 @@ from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import fused_block, moved
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.host import small_kernels, written
-from llmlab.formulas.time.kernels import BACKWARD, copy_share, kernels, training_rates
 from llmlab.formulas.time.kernels import _cast_seconds as cast_seconds
+from llmlab.formulas.time.kernels import copy_share, kernels, training_rates
 from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, outside, passes
 from llmlab.hardware.kernel_tables import kernel_table
@@ -53,7 +53,7 @@ def test_fp8_lasts_at_a_share_of_its_own():
     """A large product takes what power leaves in fp8; a small one its measured time, less that of the cast."""
     for card in ("H100-80GB", "B200", "GB300"):
         found = kernels(card)
-        limit = found.sustained_fp8 * found.card.peak("fp8")
+        limit = found.sustained_fp8 * found.gpu.peak("fp8")
         assert 2 * 16384**3 / found.matmul(16384, 16384, 16384, "fp8") == pytest.approx(limit)
         m, n, k = 512, 4096, 4096
         cast = m * k * cast_seconds(card)
@@ -139,7 +139,7 @@ def test_a_transferred_product_is_scaled_by_what_binds_it():
     few_rows = (1, 16384, 16384, "bf16")
     h20, base = kernels("H20"), kernels("H100")
     ratio = h20.matmul(*few_rows) / base.matmul(*few_rows)
-    assert ratio == pytest.approx(base.card.bandwidth / h20.card.bandwidth, rel=0.01)
+    assert ratio == pytest.approx(base.gpu.bandwidth / h20.gpu.bandwidth, rel=0.01)
 
 
 def test_operators_are_as_much_slower_than_copies_as_where_both_were_measured():
@@ -162,8 +162,8 @@ def test_no_card_multiplies_faster_than_its_large_products():
         for m, n, k in ((2048, 2048, 2048), (8192, 4096, 4096), (16384, 4096, 11008)):
             for dtype in ("bf16", "fp8"):
                 if seconds := found.matmul(m, n, k, dtype):
-                    share = found.reached / found.card.peak("bf16")
-                    assert 2 * m * n * k / seconds <= 1.001 * share * found.card.peak(dtype), (card, m, dtype)
+                    share = found.reached / found.gpu.peak("bf16")
+                    assert 2 * m * n * k / seconds <= 1.001 * share * found.gpu.peak(dtype), (card, m, dtype)
     own = kernels("L40S")
     assert own.reached is None and own.matmul(2048, 2048, 2048, "bf16") < 0.9 * own.matmul(*SQUARE) / 64
 
@@ -172,14 +172,14 @@ def test_under_a_power_limit_what_computes_is_slower_and_what_moves_is_not():
     """Whether its kernels were measured, transferred, fitted or published; the interval is that of a transfer."""
     for name, watts in (("H100", 500), ("L40S", 250), ("RTX-4090", 300), ("T4", 50), ("MI300X", 500)):
         whole, found = kernels(name), kernels(lab.gpu(name, power=watts))
-        share, dtype = (watts / whole.card.power) ** (1 / 3), "fp16"
+        share, dtype = (watts / whole.gpu.power) ** (1 / 3), "fp16"
         product, limited = (each.matmul(8192, 8192, 8192, dtype) for each in (whole, found))
         assert product / limited == pytest.approx(share, rel=0.001)
         attention, limited = (each.attention(8, 32, 4096, 128, "flash", dtype) for each in (whole, found))
         assert attention / limited == pytest.approx(share, rel=0.001)
-        assert kernels(lab.gpu(name, power=whole.card.power)).matmul(*SQUARE[:3], dtype) == product  # its own limit
+        assert kernels(lab.gpu(name, power=whole.gpu.power)).matmul(*SQUARE[:3], dtype) == product  # its own limit
         assert found.bandwidth == whole.bandwidth and found.spread >= whole.spread
-        assert f"at {watts} of {whole.card.power:g} W" in found.sources["products"] and " W" not in whole.origin
+        assert f"at {watts} of {whole.gpu.power:g} W" in found.sources["products"] and " W" not in whole.origin
     one = (1, 16384, 16384, "bf16")  # bound by bytes
     assert kernels(lab.gpu("H100", power=500)).matmul(*one) == pytest.approx(kernels("H100").matmul(*one))
     assert kernels(lab.gpu("H100", power=500)).spread == training_rates()["spread"]["transferred"]
@@ -189,7 +189,7 @@ def test_power_limits_are_in_what_was_measured():
     """An A10 of 150 W reaches less than half of its data sheet, an A100 of 250 W (PCIe) less than one of 400 W does in
     steps that last, and four fifths of what that does alone."""
     a10, pcie, sxm = (kernels(card) for card in ("A10", "A100-40GB-PCIe", "A100-80GB"))
-    assert 2 * 8192**3 / a10.matmul(*SQUARE) < 0.5 * a10.card.peak("bf16")
+    assert 2 * 8192**3 / a10.matmul(*SQUARE) < 0.5 * a10.gpu.peak("bf16")
     assert 1.05 < pcie.matmul(*SQUARE) / sxm.matmul(*SQUARE) < 1.3
     assert 0.75 < kernel_table("A100-80GB").matmul(*SQUARE).seconds / pcie.matmul(*SQUARE) < 0.85
 
@@ -207,7 +207,6 @@ def test_flash_attention_2_takes_what_its_author_measured(card, head_size):
         forward = found.attention(batch, heads, length, head_size, "flash", "bf16")
         rate = flop / (forward * (1 + found.backward("flash")))
         assert rate == pytest.approx(published[f"FlashAttention-2, {name}"], rel=0.01 if card[0] == "H" else 0.04)
-    assert pytest.approx(2.9, abs=0.01) == BACKWARD
 
 
 @pytest.mark.parametrize("card", ["B200", "GB200", "B300"])
@@ -371,7 +370,7 @@ def test_a_product_takes_as_long_as_its_transpose_in_bf16_and_no_longer_for_its_
 
 def test_a_mi350x_multiplies_as_a_mi355x_at_its_own_peak():
     slow, fast = kernels("MI350X"), kernels("MI355X")
-    assert slow.reached / fast.reached == pytest.approx(slow.card.peak("bf16") / fast.card.peak("bf16"))
+    assert slow.reached / fast.reached == pytest.approx(slow.gpu.peak("bf16") / fast.gpu.peak("bf16"))
     assert slow.matmul(*SQUARE) > fast.matmul(*SQUARE) and "large matmuls at 1435" in slow.origin
 
 
@@ -384,7 +383,7 @@ def test_attention_on_a_mi300x_is_sdpa_or_the_faster_composable_kernel():
     megatron = replace(run, compile=False, stack="megatron")
     titan = replace(run, attention="flash", stack="torchtitan")  # FlashAttention of SDPA
     runs = run, titan, replace(run, attention="flash"), megatron
-    assert [fastest_kernel(each, "flash", rates.card) for each in runs] == ["flash", "flash", "ck", "ck"]
+    assert [fastest_kernel(each, "flash", rates.gpu) for each in runs] == ["flash", "flash", "ck", "ck"]
     assert fastest_kernel(megatron, "flash", lab.gpu("H100")) == "cudnn"
     assert kernels("MI355X").attention(1, 32, 8192, 128, "flash", "bf16") < 0.5 * sdpa
 
@@ -544,13 +543,11 @@ def test_what_megatron_does_not_fuse_moves_what_its_operators_do():
     assert moved(spec, one) == moved(spec, other)  # its own layers have no such kernel
 
 
-def test_the_table_of_a_steps_time_says_where_each_rate_is_from():
+def test_a_report_says_where_each_rate_is_from():
     run = Training(micro_batch=1, seq_len=2048, precision="mixed-bf16", dp=8, zero=3)
     report = lab.estimate("Llama-3.1-8B", run, "H100")
-    text = report.time_table()
-    assert all(part in text for part in report.time) and "nccl 2.29.2" in text
-    assert any(label.strip() == "80 % interval" for label, _ in report.rows()) and report.title in text
-    assert "not divided" in replace(report, time={}).time_table()
+    assert set(report.time_sources) == set(report.time) and "nccl 2.29.2" in report.time_sources["data"]
+    assert any(label.strip() == "80 % interval" for label, _ in report.rows())
     assert lab.Report.from_json(report.to_json()) == report
 
 

@@ -14,6 +14,8 @@ TIED = {**LLAMA, "tie_word_embeddings": True}
 GPT = {"model_type": "gpt2", "n_embd": 512, "n_head": 8, "n_layer": 3, "n_positions": 1024, "vocab_size": 16000}
 SEQUENCE = {"tp": 4, "sequence_parallel": True, "seq_len": 1024}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {**MIXTRAL, "model_type": "qwen3_moe", "num_local_experts": 16, "num_experts_per_tok": 8, "vocab_size": 1000,
+           "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 16}  # fmt: skip
 # What Accelerate's and the Trainer's own default is: FSDP2 reduces gradients after the last micro-batch.
 WAITS = {"zero": 3, "accumulation": 2, "sync_each_batch": False}
 ADAPTERS = lab.LoRA(rank=64, targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
@@ -41,6 +43,9 @@ ADAPTERS = lab.LoRA(rank=64, targets=("q_proj", "v_proj", "gate_proj", "up_proj"
         (TIED, {"zero": 1, "precision": "autocast-bf16", "dp": 8, "seq_len": 1024}),
         (LLAMA, {"precision": "autocast-bf16", "offload": "optimizer", "seq_len": 1024}),
         (MIXTRAL, {"zero": 2, "precision": "fp32", "dp": 16}),  # more ranks than experts
+        (EXPERTS, {"precision": "bf16", "seq_len": 1024}),
+        (EXPERTS, {"precision": "mixed-bf16", "seq_len": 1024, "checkpointing": "selective", "zero": 3, "dp": 2}),
+        (EXPERTS, {"precision": "bf16", "seq_len": 1024, "lora": lab.LoRA(rank=64)}),
         (LLAMA, {**WAITS, "precision": "mixed-bf16", "dp": 2}),
         (TIED, {**WAITS, "precision": "mixed-bf16", "dp": 8, "accumulation": 4, "checkpointing": "full"}),
         (LLAMA, {**WAITS, "precision": "mixed-bf16", "dp": 8, "zero": 2, "accumulation": 4}),
@@ -56,7 +61,8 @@ ADAPTERS = lab.LoRA(rank=64, targets=("q_proj", "v_proj", "gate_proj", "up_proj"
     ],
     ids=["zero 2", "zero 2, tied", "zero 3, mixed", "zero 3, tp, tied", "zero 3, sequence", "zero 2, sequence",
          "hsdp", "hsdp, accumulated", "hsdp, tp", "sequence", "sequence, selective", "sequence, tied", "tp",
-         "ddp", "zero 1", "zero 1, tied", "offload", "zero 2, experts", "waits, mixed", "waits, mixed, tied",
+         "ddp", "zero 1", "zero 1, tied", "offload", "zero 2, experts",
+         "experts", "experts, selective", "experts, lora", "waits, mixed", "waits, mixed, tied",
          "waits, zero 2", "waits, hsdp", "waits, bf16", "waits, bf16, tied", "waits, fp32, gpt", "waits, fp32",
          "waits, half", "half", "waits, lora", "waits, lora, mixed"],
 )

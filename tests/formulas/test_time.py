@@ -530,8 +530,8 @@ def test_deepspeeds_update_takes_the_host_for_each_parameter_after_a_busy_card()
         run = Training(micro_batch=64, seq_len=1024, dp=2, precision="mixed-fp16", stack="deepspeed", zero=stage)
         taken = (each * parameters(spec) + besides) * HERE * hook_spread(card.host)
         assert update_host_seconds(spec, run, card.host) == pytest.approx(taken)
-        found = passes(spec, run, card.card)
-        assert found.card > 2 * found.host
+        found = passes(spec, run, card.gpu)
+        assert found.gpu > 2 * found.host
         assert update_after(spec, run, card, found, update=0.0) == pytest.approx(taken)
         own = replace(run, stack="transformers", zero=0)
         assert update_after(spec, own, card, found, update=0.0) == 0.0  # hidden behind backward

@@ -199,13 +199,6 @@ def test_cublas_workspaces_are_those_of_torch():
         assert card.cublas_workspace == (large if capability is None or capability >= (9, 0) else small)
 
 
-def test_t4_as_colab_shows_it():
-    t4 = gpu("T4")
-    assert t4.memory == 14912 * MiB
-    assert t4.context == int(140.875 * MiB)
-    assert t4.cublas_workspace == 8_519_680
-
-
 # ---- names
 
 

@@ -13,7 +13,7 @@ from llmlab.hardware.nodes import host, host_of, hosts, nvme, to_host, usual_hos
 def test_gpus_of_a_host_share_its_bandwidth_and_reach_it_over_pcie(machine):
     assert machine.source and "[" not in machine.source and machine.checked
     assert machine.share * machine.gpus == pytest.approx(machine.bandwidth)
-    for name in machine.cards:
+    for name in machine.gpu_names:
         assert host_of(name) is usual_host(name) is machine
         device, reached = lab.gpu(name), to_host(name)
         assert 0.5 * device.pcie < reached < device.pcie

@@ -17,7 +17,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.planning import confirm as confirming
-from llmlab.planning.confirm import MARGIN, UNDECIDED, confirm, shortened, simulated_run
+from llmlab.planning.confirm import MARGIN, SIMULATED_EAGER, UNDECIDED, confirm, shortened, simulated_run
 from llmlab.planning.machines import machines
 from llmlab.planning.search import Search
 from llmlab.planning.space import Question
@@ -136,6 +136,19 @@ def test_a_compiled_step_is_simulated_eager():
     assert report.run == run and report.notes[0].code == "simulated-eager"
     eager = lab.simulate(TINY, replace(run, compile=False), "T4")
     assert report.peak_allocated == eager.peak_allocated
+
+
+def test_only_the_memory_of_the_simulated_run_itself_has_no_mark():
+    """An eager step is an upper bound of the compiled one's memory, and an estimate is no simulation."""
+    def answer(run, card):
+        eager = () if run.precision == "fp32" else (SIMULATED_EAGER,)
+        return "no rule" if run.precision.startswith("autocast") else replace(fits(run, card), notes=eager)
+
+    kinds = {each.run.precision: each.mark for each in confirm(search("4xA100-80GB"), Here(answer)).candidates}
+    signs = {precision: mark and mark[0] for precision, mark in kinds.items()}
+    assert {"mixed-bf16": "†", "autocast-bf16": "*"}.items() <= signs.items() and signs.get("fp32") is None
+    assert kinds["autocast-bf16"][1].endswith("no rule.") and kinds["mixed-bf16"][1] == SIMULATED_EAGER
+
 
 
 def test_a_compiled_step_is_simulated_itself_where_the_eager_one_runs_out(monkeypatch):

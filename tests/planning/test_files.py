@@ -524,6 +524,19 @@ def test_a_folder_of_ones_own_has_weights_and_a_written_config_has_none(tmp_path
         assert script["arguments"]().from_scratch is drawn
 
 
+def test_a_folder_without_a_tokenizer_is_said_in_a_line(tmp_path, monkeypatch):
+    written(tmp_path / "out", lab.Training(precision="autocast-bf16", seq_len=32))
+    script = runpy.run_path(str(tmp_path / "out" / "train.py"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(TINY))
+    words = ["--model", str(tmp_path / "mine"), "--data", __file__]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1e-3", *words])
+    with pytest.raises(SystemExit) as ended:
+        script["rows"](script["arguments"](), 512)
+    assert str(tmp_path / "mine") in str(ended.value) and "tokenizer" in str(ended.value)
+    assert "\n" not in str(ended.value)
+
+
 def train_in_turn(folders, words):
     for folder in folders:
         train(folder, {"CUDA_VISIBLE_DEVICES": ""}, words=words)

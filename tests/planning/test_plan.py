@@ -12,7 +12,7 @@ from llmlab.planning.confirm import NotSimulated
 from llmlab.planning.files.write import program
 from llmlab.planning.machines import machines
 from llmlab.planning.nearest import fitting
-from llmlab.planning.search import NO_PROGRAM
+from llmlab.planning.search import LATE, NO_PROGRAM
 from llmlab.planning.space import Question, shapes, shares
 from llmlab.plots.pareto import CHOSEN, REFUTED
 
@@ -111,7 +111,7 @@ def test_every_candidate_is_counted_once(gpus, within):
     every = sum(len(list(shares(question, where, shape["dp"]))) for shape in shapes(question, where))
     plan = lab.plan(model, gpus, 64, fixed=fixed, tokens=10**11, within=within, executor=NotSimulated("Not here."))
     assert plan.tried + plan.cut == every == 252
-    assert bool(plan.cuts.get("take too long")) == bool(within)
+    assert bool(plan.cuts.get(LATE)) == bool(within)
 
 
 @pytest.mark.parametrize(("model", "gpus", "method"), [
@@ -202,7 +202,7 @@ def test_a_deadline_that_nobody_meets_is_said_with_the_fastest():
     plan = lab.plan("gpt2", "T4", 8, tokens=10**10, within=1.0)
     assert not plan and plan.problem.startswith("Nothing finishes within 1 day")
     more = next(each for each in plan.nearest if each.direction == "Another GPU")
-    assert 10**10 / more.report.tokens_per_second <= 86_400 and plan.cuts["take too long"] > 0
+    assert 10**10 / more.report.tokens_per_second <= 86_400 and plan.cuts[LATE] > 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import llmlab as lab  # noqa: E402
+from llmlab.base.units import show_bytes  # noqa: E402
 from llmlab.cli import main as cli  # noqa: E402
 
 MODEL = """
@@ -118,7 +119,7 @@ def test_what_does_not_fit_says_where_and_what_it_would_have_taken(script):
     result = run("--json", "--gpu", "A40", name)
     data = json.loads(result.stdout)
     assert (result.exit_code, data["outcome"], data["steps"]) == (1, "out of memory", 3)
-    assert data["where"].startswith("empty.memory_format: ")
+    assert data["where"].startswith("empty.memory_format, ")
     assert 50 << 30 < data["needed"] < 51 << 30  # also of a GPU whose context nobody measured
     assert data["peak_allocated"] < 1 << 30
 
@@ -138,6 +139,15 @@ def test_a_limit_is_of_the_whole_process(script):
     assert run("--gpu", "T4", "--max-gib", taken + 0.001, name).exit_code == 0
     result = run("--gpu", "T4", "--max-gib", taken - 0.001, "--json", name)
     assert result.exit_code == 1 and json.loads(result.stdout)["needed"] == round(taken * 2**30)
+    limit = show_bytes(round((taken - 0.001) * 2**30))  # the run ended, so the outcome says what it exceeds
+    shown = run("--gpu", "T4", "--max-gib", taken - 0.001, name).stdout.splitlines()
+    assert next(line for line in shown if line.strip().startswith("outcome")).endswith(limit)
+
+
+def test_a_sign_for_an_unknown_value_is_explained_where_it_was_printed(script):
+    assert "unknown-printed" in codes(answer("--gpu", "T4", script("print(step())")))
+    assert "unknown-printed" in codes(answer("--gpu", "T4", script("print(f'{step().item():.3f}')")))
+    assert "unknown-printed" not in codes(answer("--gpu", "T4", script("step()")))
 
 
 def test_one_that_catches_the_error_goes_on_and_is_told_of(script):
@@ -392,7 +402,7 @@ def test_a_snapshot_and_a_picture(script, tmp_path):
         (["nowhere.py"], "nowhere.py does not exist"),
         ([], "no script"),
         (["--gpu", "T5", "train.py"], "unknown GPU"),
-        (["--steps", "0", "train.py"], "steps=0 is not a whole number"),
+        (["--steps", "0", "train.py"], "--steps 0 is not a whole number"),
         (["--timeline", "memory.txt", "train.py"], "ends in .png, .svg or .pdf"),
         (["--max-gib", "-1", "train.py"], "the memory limit is"),
         (["--max-gib", "99", "train.py"], "the memory limit is 99.00 GiB"),

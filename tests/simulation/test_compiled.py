@@ -177,9 +177,9 @@ def test_the_buffers_are_those_of_inductor_on_a_cpu():
     torch._dynamo.reset()
     with simulator("A100-40GB") as sim:
         x, w = x.cuda(), w.cuda()
-        since = len(sim._card.engine.events)
+        since = len(sim._simulated.engine.events)
         torch.compile(function)(x, w)
-        sizes = [event.size for event in sim._card.engine.events[since:] if event.size > 0]
+        sizes = [event.size for event in sim._simulated.engine.events[since:] if event.size > 0]
     workspace = 8519680  # cuBLAS's
     assert [size for size in sizes if size != workspace] == [4 * rows * columns for rows, columns in here]
 

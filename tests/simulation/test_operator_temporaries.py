@@ -132,11 +132,11 @@ def test_an_embeddings_indices_are_sorted_before_its_gradient_is_made(card):
     n, N = 8192, 256
     table, ids = made(1000, N, grad=True), torch.zeros(n, dtype=torch.int64, device="cuda")
     rows, grad = F.embedding(ids, table), made(n, N)
-    before = len(card._card.engine.events)
+    before = len(card._simulated.engine.events)
     torch.autograd.grad(rows, table, grad)
     scratch = block(sort_scratch(n, 8, 8, CARD))
     wanted = [8 * n, 8 * n, 8 * n, scratch, -scratch, -8 * n, block(4 * 1000 * N)]
-    assert [event.size for event in card._card.engine.events[before:]][:7] == wanted
+    assert [event.size for event in card._simulated.engine.events[before:]][:7] == wanted
 
 
 # ---- operators that are composed of others

@@ -154,7 +154,7 @@ def test_a_checkpoint_is_quantized_as_it_is_loaded(saved, bits):
                 saved, quantization_config=wanted, device_map={"": 0}, dtype=torch.bfloat16
             )
             assert sim.allocated == linears + other
-            taken = [event.size for event in sim._card.engine.events if event.size > 0]
+            taken = [event.size for event in sim._simulated.engine.events if event.size > 0]
             halves = [block(2 * largest)] * (2 if bits == "int8" else 1)
             first = taken.index(halves[0])
             scales = block(4 * D) if bits == "int8" else block(4 * largest // 64)

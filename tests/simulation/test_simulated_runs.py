@@ -49,6 +49,16 @@ def test_a_card_too_small_is_an_outcome_that_says_where():
     assert report.outcome == "out of memory" and report.where.startswith("load")
 
 
+@pytest.mark.parametrize(("micro_batch", "seq_len", "mib", "phase"), [
+    (1, 128, 1200, "backward"), (1, 128, 2100, "optimizer"), (2, 512, 2100, "forward"), (2, 512, 2600, "optimizer"),
+    (2, 512, 3000, "forward"),  # of the second step, when the optimizer's states exist
+])  # fmt: skip
+def test_an_estimate_runs_out_of_memory_in_the_phase_in_which_the_simulated_run_does(micro_batch, seq_len, mib, phase):
+    run, small = lab.Training(micro_batch, seq_len, "autocast-fp16"), replace(lab.gpu("T4"), memory=mib * MiB)
+    for report in (lab.estimate("gpt2", run, small), lab.simulate("gpt2", run, small)):
+        assert report.outcome == "out of memory" and report.where.startswith(phase), report
+
+
 def test_out_of_memory_says_what_the_step_would_have_taken_with_room():
     """The same figures as on the same GPU with more memory, beside where the small one failed."""
     run, t4 = lab.Training(micro_batch=8, seq_len=256), lab.gpu("T4")

@@ -213,7 +213,7 @@ def test_a_larger_product_never_takes_less_time(M, N, K, more):
 def test_a_step_takes_at_least_its_kernels_and_their_starts(sizes, extra):
     kernels = [product(*size) for size in sizes]
     found = timing(kernels, RATES)
-    assert max(found.card, found.host) <= found.step <= found.card + found.host
+    assert max(found.gpu, found.host) <= found.step <= found.gpu + found.host
     longer = timing([*kernels, kernels[extra % len(kernels)]], RATES)
     assert longer.step > found.step
 

@@ -146,7 +146,7 @@ def test_out_of_memory_says_phase_operator_module_and_how_much():
     report = lab.simulate("gpt2", lab.Training(micro_batch=32, seq_len=1024, attention="eager"), "T4")
     assert report.outcome == "out of memory"
     assert report.where.startswith("forward, bmm in transformer.h.")
-    assert report.where.endswith("MiB short")
+    assert report.where.endswith(" MiB")
     assert report.where in str(report)
 
 

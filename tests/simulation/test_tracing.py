@@ -19,6 +19,8 @@ OLMO = {"model_type": "olmo2", **TEXT}
 DEEP = {**OLMO, "num_hidden_layers": 12}
 GEMMA = {"model_type": "gemma3_text", **TEXT, "num_hidden_layers": 24, "sliding_window": 512}
 GPT_OSS = {"model_type": "gpt_oss", **TEXT, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
+DEEPSEEK = {**lab.model("deepseek-ai/DeepSeek-V3").config, "num_hidden_layers": 6, "n_routed_experts": 32, "n_group": 1,
+            "topk_group": 1}  # fmt: skip
 T5 = {"model_type": "t5", "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 6,
       "num_heads": 64}  # fmt: skip
 
@@ -41,6 +43,7 @@ def cache(tmp_path_factory):
         (OLMO, {"dp": 8}),
         (DEEP, {"dp": 8, "zero": 3, "precision": "mixed-bf16", "checkpointing": "full"}),
         (GPT_OSS, {"checkpointing": "full"}),
+        (DEEPSEEK, {"dp": 32, "zero": 3, "precision": "mixed-bf16"}),  # too few layers for one further group
         ({"model_type": "bert", **BERT}, {"optimizer": "adamw-fused", "dp": 8, "zero": 3, "precision": "fp32"}),
         (T5, {"optimizer": "sgd"}),
     ],
@@ -56,6 +59,13 @@ def test_an_estimate_is_what_is_simulated(config, options):
     assert estimate.step_seconds == pytest.approx(simulation.step_seconds, rel=0.005)
     for part, seconds in simulation.time.items():
         assert estimate.time[part] == pytest.approx(seconds, rel=0.01, abs=1e-3 * simulation.step_seconds), part
+
+
+def test_layers_of_average_size_have_a_wider_margin_where_dense_ones_and_experts_alternate():
+    """No pipeline has a trace. The blocks that ZeRO-3 gathers are as large as those with experts."""
+    for config, code in ((DEEPSEEK, {"plain-transformer"}), ({**DEEPSEEK, "first_k_dense_replace": 0}, set())):
+        report = lab.estimate(config, lab.Training(precision="bf16", pp=3), "A100-80GB")
+        assert {note.code for note in report.notes} & {"plain-transformer", "derived"} == code
 
 
 def test_an_operator_of_a_deeper_layer_follows_the_sizes_even_if_its_bytes_are_no_polynomial():

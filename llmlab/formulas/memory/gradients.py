@@ -36,99 +36,152 @@ class Gradients(NamedTuple):
 
 def gradients(share: Share, states: States) -> Gradients:
     """Return the gradients of a rank with these states."""
-    spec, run, b, sharded, stack = share.spec, share.run, share.bytes, uses_fsdp(share.run), stack_of(share.run)
-    elements = 0 if run.lora else spec.vocab * spec.hidden
-    table = elements * b.gradients // run.tp  # the head's gradient, the embedding's, or that of both
-    tied = share.ties_head and share.first and share.last
-    # Each rank computes the whole gradient of an embedding that is divided by rows
-    # (torch/distributed/tensor/_ops/_embedding_ops.py). FSDP2 divides it before the reduction, and a tied weight's sum
-    # is divided before it is stored. Otherwise it stays whole until the update.
-    dtensor = run.tp > 1 and stack.dtensors
-    whole_table = elements * b.gradients if dtensor and share.first else 0
-    uncut = 0 if sharded or tied else whole_table
-    every = 4 * states.trained if sharded and b.master else states.gradients
-    if in_backward := stack.steps_in_backward(run):
-        every = 0
-    units, late = states.units, waits(run) and sharded
-    reduced = reduced_bytes(run, b)
-    casts = late and reduced > b.gradients  # to the dtype of the sum; otherwise autograd adds without a cast
-    # If gradients are reduced only once, in or after the last micro-batch, each rank accumulates whole gradients.
-    whole = not run.sync_each_batch or (sharded and run.pp > 1)
-    if whole:
-        every = share.layers * units.block_reduction + units.outside_reduction + units.head_reduction
-    every += max(0, uncut - table)
-    # Accumulated gradients exist during the whole step. Those of a single micro-batch exist from its backward pass on.
-    wide = wide_bytes(share, states)
-    accumulates = share.backward_passes_done > 0 and not (run.offload and run.sync_each_batch) and not wide
-    once = _stored(share, states, every)
-    if whole and share.first and not tied:  # the embedding's is divided only by the reduction
-        every += elements * reduced * (run.tp - 1) // run.tp
-    there = every if accumulates else 0
-    if share.chunk is not None and not run.offload and not wide:
-        there, once = _of_chunks(share, states, every)
-    accumulated = there + wide
-    stored = Stored(there, there, there) if accumulates else Stored(every, every, every) if run.offload else once
-    if first_alone := late and run.accumulation == 2:  # the second backward pass frees the whole ones
-        stored = once
-    if accumulates and share.compiled and run.world_size == 1:  # a graph returns all of them before the first is added
-        stored = Stored(*(there + now for now in once))
-    if sharded and accumulates and run.dp_replicate > 1 and not whole:
-        # HSDP adds the sums over the replicas to earlier gradients, and keeps both until the backward pass ends
-        # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
-        stored = Stored(*(before + now for before, now in zip(stored, once, strict=True)))
-    stored = Stored(*(size + wide for size in stored))
-    # Autograd adds the gradients of both uses of a tied weight before it stores the sum. It holds two terms and a sum,
-    # or only two terms if the first one was cast (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
-    terms = 2 if (share.autocast and run.tp == 1) or in_chunks(run) else 3
-    head_alone = share.scores_vocabulary and not share.delays_head
-    of_head = table if head_alone else 0
-    if units.head:  # the head is a unit of its own, and its gradients are reduced before those of blocks
-        of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
-    elif sharded and (casts or tied or first_alone or not late):  # FSDP2 has not reduced the head's gradient yet
-        stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
-    if sharded:
-        cut = table if late and whole_table else 0  # not divided yet
-        embedding = whole_table + (terms * table if tied else units.outside_gradients - cut)
-        if first_alone and casts:
-            embedding = max(embedding, units.outside_reduction + table)
-        elif run.pp > 1 or (late and not (casts or tied or first_alone)):  # added without having been divided
-            embedding = (whole_table or table) if share.first else 0
-        if whole and not accumulates and reduced > b.gradients:  # cast, because later ones are added to it
-            embedding = (whole_table or embedding) + (elements * reduced if share.first and not tied else 0)
-    elif in_backward and not tied:
-        embedding = table
-    elif share.compiled and not run.lora:
-        # A compiled graph computes the embedding's gradient in fp32. It is then cast, or added to a tied head's
-        # gradient in the dtype of the matmuls (torch/_decomp/decompositions.py, embedding_dense_backward).
-        beside = 4 + b.compute if tied and not share.delays_head else 4 if b.gradients < 4 or tied else 0
-        embedding = elements * beside // run.tp
-    elif tied:
-        embedding = whole_table + (terms if accumulates else terms - 1) * table
-    else:
-        embedding = (whole_table or table) if accumulates and share.first else 0
-    if share.first and stack.models_embedding_backward:
-        sums = embedding_sums(share)
-        embedding = max(embedding, (whole_table or table) + tied * table + sums) if sharded else embedding + sums
+    rank = _Rank(share, states)
+    stored, of_head = rank.stored(), rank.of_head()
     # The head's gradient is added to the accumulated one immediately, unless it still has to be added to the
     # embedding's or reduced.
-    head_stays = share.last and (tied or not accumulates or (sharded and (casts or not late)))
-    after_head = accumulated + (of_head if head_stays and (tied or not in_backward) else 0)
-    reducing = stored
-    if late:
+    reduced_now = rank.sharded and (rank.casts or not rank.late)
+    head_stays = share.last and (rank.tied or not rank.accumulates or reduced_now)
+    after_head = rank.accumulated + (of_head if head_stays and (rank.tied or not rank.in_backward) else 0)
+    reducing, units = stored, states.units
+    if rank.late:
         freed = units.block_reduction - units.block_shard  # when a block's gradients become a shard
         before = after_head - share.layers * freed
-        reducing = Stored(before + 2 * freed, before + freed, every - share.layers * freed)
-    half_head = elements * b.compute // run.tp if share.autocast else 0
+        reducing = Stored(before + 2 * freed, before + freed, rank.every - share.layers * freed)
+    half_head = rank.elements * share.bytes.compute // share.run.tp if share.autocast else 0
     return Gradients(
-        accumulated=accumulated,
-        head=(3 if in_chunks(run) else 1) * table + half_head if head_alone else 0,
+        accumulated=rank.accumulated,
+        head=(3 if in_chunks(share.run) else 1) * rank.table + half_head if rank.head_alone else 0,
         after_head=after_head,
         stored=stored,
         reducing=reducing,
-        embedding=embedding,
-        update=0 if in_backward else wide or _update(share, states),
-        update_casts=0 if wide else max(uncut, _last_half(share)),
+        embedding=rank.embedding(),
+        update=0 if rank.in_backward else rank.wide or _update(share, states),
+        update_casts=0 if rank.wide else max(rank.uncut, _last_half(share)),
     )
+
+
+class _Rank:
+    """The sizes and conditions that the moments of a step share."""
+
+    def __init__(self, share: Share, states: States) -> None:
+        run, b, self.share, self.states = share.run, share.bytes, share, states
+        self.sharded, self.in_backward = uses_fsdp(run), stack_of(run).steps_in_backward(run)
+        self.tied = share.ties_head and share.first and share.last
+        self.head_alone = share.scores_vocabulary and not share.delays_head
+        self.late = waits(run) and self.sharded
+        self.first_alone = self.late and run.accumulation == 2  # the second backward pass frees the whole gradients
+        self.widens = reduced_bytes(run, b) > b.gradients
+        # To the dtype of the sum; otherwise autograd adds without a cast.
+        self.casts = self.late and self.widens
+        # If gradients are reduced only once, in or after the last micro-batch, each rank accumulates whole gradients.
+        self.whole = not run.sync_each_batch or (self.sharded and run.pp > 1)
+        # Accumulated gradients exist during the whole step. Those of a single micro-batch exist from its backward pass
+        # on.
+        self.wide = wide_bytes(share, states)
+        synced_on_host = run.offload and run.sync_each_batch
+        self.accumulates = share.backward_passes_done > 0 and not synced_on_host and not self.wide
+        self._add_tables()
+        self._add_totals()
+
+    def _add_tables(self) -> None:
+        """Set the bytes of the gradients of the embedding and the head."""
+        share, run, b = self.share, self.share.run, self.share.bytes
+        self.elements = 0 if run.lora else share.spec.vocab * share.spec.hidden
+        self.table = self.elements * b.gradients // run.tp  # the head's gradient, the embedding's, or that of both
+        # Each rank computes the whole gradient of an embedding that is divided by rows
+        # (torch/distributed/tensor/_ops/_embedding_ops.py). FSDP2 divides it before the reduction, and a tied weight's
+        # sum is divided before it is stored. Otherwise it stays whole until the update.
+        dtensor = run.tp > 1 and stack_of(run).dtensors
+        self.whole_table = self.elements * b.gradients if dtensor and share.first else 0
+        self.uncut = 0 if self.sharded or self.tied else self.whole_table
+
+    def _add_totals(self) -> None:
+        """Set the bytes of all gradients: at the end of a step (`every`), of a single micro-batch (`once`), and of
+        earlier micro-batches, in the dtype of gradients (`earlier`) and with fp32 buffers (`accumulated`)."""
+        share, states, run, units = self.share, self.states, self.share.run, self.states.units
+        every = 4 * states.trained if self.sharded and share.bytes.master else states.gradients
+        if self.in_backward:
+            every = 0
+        if self.whole:
+            every = share.layers * units.block_reduction + units.outside_reduction + units.head_reduction
+        every += max(0, self.uncut - self.table)
+        self.once = _stored(share, states, every)
+        if self.whole and share.first and not self.tied:  # the embedding's is divided only by the reduction
+            every += self.elements * reduced_bytes(run, share.bytes) * (run.tp - 1) // run.tp
+        self.every, self.earlier = every, every if self.accumulates else 0
+        if share.chunk is not None and not run.offload and not self.wide:
+            self.earlier, self.once = _of_chunks(share, states, every)
+        self.accumulated = self.earlier + self.wide
+
+    def of_head(self) -> int:
+        """Return the bytes of the head's gradient until the blocks' backward passes."""
+        if self.states.units.head:  # a unit of its own, whose gradients are reduced before those of the blocks
+            return 0 if self.accumulates else self.every * self.elements // sum(_stage_parameters(self.share).values())
+        return self.table if self.head_alone else 0
+
+    def stored(self) -> Stored:
+        """Return the gradients during the last micro-batch's backward pass."""
+        share, run = self.share, self.share.run
+        stored = self.once
+        if not self.first_alone and self.accumulates:
+            stored = Stored(*[self.earlier] * 3)
+        elif not self.first_alone and run.offload:
+            stored = Stored(*[self.every] * 3)
+        if self.accumulates and share.compiled and run.world_size == 1:
+            # A graph returns all of them before the first is added.
+            stored = Stored(*(self.earlier + now for now in self.once))
+        if self.sharded and self.accumulates and run.dp_replicate > 1 and not self.whole:
+            # HSDP adds the sums over the replicas to earlier gradients, and keeps both until the backward pass ends
+            # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
+            stored = Stored(*(before + now for before, now in zip(stored, self.once, strict=True)))
+        # FSDP2 reduces the head's gradient only with the embedding's.
+        waits_for_embedding = self.casts or self.tied or self.first_alone or not self.late
+        later = self.of_head() if self.sharded and not self.states.units.head and waits_for_embedding else 0
+        last_two, last, end = (size + self.wide for size in stored)
+        return Stored(last_two + later, last + later, end)
+
+    def embedding(self) -> int:
+        """Return the bytes that the embedding's gradient needs while it is computed."""
+        share, stack = self.share, stack_of(self.share.run)
+        # Autograd adds the gradients of both uses of a tied weight before it stores the sum. It holds two terms and a
+        # sum, or only two terms if the first one was cast (torch/csrc/autograd/input_buffer.cpp,
+        # can_accumulate_inplace).
+        terms = 2 if (share.autocast and share.run.tp == 1) or in_chunks(share.run) else 3
+        whole_table, table = self.whole_table, self.table
+        if self.sharded:
+            size = self._sharded_embedding(terms)
+        elif self.in_backward and not self.tied:
+            size = table
+        elif share.compiled and not share.run.lora:
+            # A compiled graph computes the embedding's gradient in fp32. It is then cast, or added to a tied head's
+            # gradient in the dtype of the matmuls (torch/_decomp/decompositions.py, embedding_dense_backward).
+            b = share.bytes
+            widened = 4 if b.gradients < 4 or self.tied else 0
+            element = 4 + b.compute if self.tied and not share.delays_head else widened
+            size = self.elements * element // share.run.tp
+        elif self.tied:
+            size = whole_table + (terms if self.accumulates else terms - 1) * table
+        else:
+            size = (whole_table or table) if self.accumulates and share.first else 0
+        if not (share.first and stack.models_embedding_backward):
+            return size
+        sums = embedding_sums(share)
+        return max(size, (whole_table or table) + self.tied * table + sums) if self.sharded else size + sums
+
+    def _sharded_embedding(self, terms: int) -> int:
+        """Return the bytes of the embedding's gradient under FSDP2, with a number of `terms` for a tied weight."""
+        share, units, table, whole_table = self.share, self.states.units, self.table, self.whole_table
+        cut = table if self.late and whole_table else 0  # not divided yet
+        size = whole_table + (terms * table if self.tied else units.outside_gradients - cut)
+        if self.first_alone and self.casts:
+            size = max(size, units.outside_reduction + table)
+        elif share.run.pp > 1 or (self.late and not (self.casts or self.tied or self.first_alone)):
+            size = (whole_table or table) if share.first else 0  # added without having been divided
+        if self.whole and not self.accumulates and self.widens:  # cast, because later ones are added to it
+            summed = self.elements * reduced_bytes(share.run, share.bytes) if share.first and not self.tied else 0
+            size = (whole_table or size) + summed
+        return size
 
 
 def embedding_sums(share: Share) -> int:

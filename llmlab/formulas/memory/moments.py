@@ -413,86 +413,93 @@ class StepMemory:
 
     def _reducing(self) -> list[Moment]:
         """Return the moments at which FSDP2 reduces gradients: a unit's gradients are beside their flat copy."""
-        units, grads = self.states.units, self.gradients
-        moment = partial(self._moment, "backward", logits=self.loss.after)
-        # The first block's activations and weights have been freed.
-        activations = self.activations - self.block - self.replaced + max(0, self.kept_casts - self.block_cast)
-        if self.share.run.pp > 1:
-            activations = 0
-        gathered = units.resident + (units.prefetched or -units.block - units.experts)
+        units, grads, share, run = self.states.units, self.gradients, self.share, self.share.run
+        moment, late = partial(self._moment, "backward", logits=self.loss.after), waits(run)
         # If gradients are reduced after the last micro-batch, a block's gradients are among the accumulated ones.
-        late = waits(self.share.run)
-        reducing = units.block_reduction + (0 if late or self.share.run.pp > 1 else units.block_gradients)
-        ranks = self.share.run.dp_shard * self.share.run.cp
-        last_but_one = units.block + (units.prefetched or units.block + units.experts) + self.still_gathered
-        last_but_one -= units.outside if units.head else 0
-        # The gradient of a unit with one large tensor is still allocated when the reduced gradient is.
-        head_shard, outside_shard = units.head_reduction // ranks, 0
-        shard = units.block_shard + units.experts_shard
-        after_first = grads.after_head + (shard - units.block_reduction if late else 0 if grads.accumulated else shard)
-        if units.head:
-            outside_shard = units.outside_shard
-        moments = []
-        if units.head:
-            if self.share.run.pp > 1:  # after the last micro-batch, and after the blocks' gradients
-                reduced = units.head_reduction + self.layers * units.block_shard
-                now = moment("the head's gradients reduced", 0, units.head_reduction, gradients=reduced + head_shard)
-            else:
-                whole = units.head_gradients + units.head_reduction
-                now = moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
-                             gradients=grads.accumulated + head_shard, activations=self.activations)  # fmt: skip
-            moments.append(now)
-        elif self.share.run.zero == 3 and stack_of(self.share.run).reshards_model:
-            logits = self.loss.head if units.at_loss == 0 else self.loss.waiting
-            moments.append(moment("embedding and head gathered again", 2 * units.outside, logits=logits,
-                                gradients=grads.accumulated,
-                                activations=self.activations + self.kept_casts))  # fmt: skip
+        reducing = units.block_reduction + (0 if late or run.pp > 1 else units.block_gradients)
+        gathered = units.resident + (units.prefetched or -units.block - units.experts)
         # FSDP1's autograd concatenates a unit's gradients before it frees the weights, and frees the reduction's copy.
-        flat = is_flat(self.share.run)
-        joined, behind = (units.block, 0) if flat else (0, units.block_reduction)
+        flat = is_flat(run)
+        joined = units.block if flat else 0
         # With two micro-batches, the first one adds to no earlier gradients, and when the second one's are reduced, the
         # gradients of the blocks are freed.
-        earlier = units.outside_gradients if flat and self.share.run.accumulation == 2 else 0
+        earlier = units.outside_gradients if flat and run.accumulation == 2 else 0
         # The reduced gradients are allocated beside it, in 16 bits and in the shard's fp32. So is the unit's last
         # gradient, an untied head's, because a loop variable refers to it (_fsdp_collectives.py, foreach_reduce).
-        made, share = units.outside_shard, self.share
-        made += units.outside_reduction // ranks if made * ranks > units.outside_reduction else 0
-        if share.last and not (flat or units.head or share.spec.tied or share.run.lora):
-            width = reduced_bytes(share.run, share.bytes) if late else share.bytes.gradients
-            made += width * share.spec.vocab * share.spec.hidden // share.run.tp
-        moments += [
+        shard, ranks = units.outside_shard, run.dp_shard * run.cp
+        reduced = shard + (units.outside_reduction // ranks if shard * ranks > units.outside_reduction else 0)
+        if share.last and not (flat or units.head or share.spec.tied or run.lora):
+            width = reduced_bytes(run, share.bytes) if late else share.bytes.gradients
+            reduced += width * share.spec.vocab * share.spec.hidden // run.tp
+        ending = grads.reducing.after_blocks
+        moments = [
+            *self._head_reduced(),
             moment("the first block's gradients reduced", gathered + joined, self.between + reducing,
-                   gradients=grads.after_head, activations=activations),
+                   gradients=grads.after_head, activations=self._without_first_block()),
             moment("the last block's gradients reduced", self.still_gathered + joined, reducing,
                    gradients=grads.reducing.before_last),
             moment("the other gradients reduced", units.outside if flat else 0,
-                   units.outside_reduction + max(0 if late else units.outside_gradients, made),
-                   gradients=grads.reducing.after_blocks + outside_shard - earlier),
+                   units.outside_reduction + max(0 if late else units.outside_gradients, reduced),
+                   gradients=ending + (shard if units.head else 0) - earlier),
         ]  # fmt: skip
         if late:
             moments.append(moment("the embedding's gradient, the last time", self.still_gathered,
-                                  units.block_reduction + grads.embedding,
-                                  gradients=grads.reducing.after_blocks))  # fmt: skip
-        # These blocks have a reduction behind them, and a block before them that is gathered or not yet freed. A
-        # pipeline reduces only after the last micro-batch.
-        if self.layers > 2 and self.share.run.pp == 1:
-            stays = units.resident - units.block - 2 * units.experts
-            gathered = units.resident + units.block + units.prefetched if units.prefetched else stays
-            moments += [
-                moment("the second block of backward", gathered,
-                       behind + self.working,
-                       gradients=after_first + self.backward.gradients,
-                       activations=activations + self.recomputed + self.lighter_last_blocks[1]
-                       + (0 if self.kept_casts else self.block_cast)),
-                moment("the second block's gradients", gathered, self.between + reducing, gradients=after_first,
-                       activations=activations - self.block),
-                moment("the second-to-last block of backward", last_but_one, behind + self.working,
-                       gradients=grads.reducing.before_last_two + self.backward.gradients,
-                       activations=self.last_block + self.first_more + self.block + self.recomputed + self.block_cast),
-                moment("the second-to-last block's gradients", last_but_one, self.between + reducing,
-                       gradients=grads.reducing.before_last_two, activations=self.last_block + self.first_more),
-            ]  # fmt: skip
-        return moments
+                                  units.block_reduction + grads.embedding, gradients=ending))  # fmt: skip
+        # A pipeline reduces only after the last micro-batch.
+        return moments + (self._between_reductions(reducing) if self.layers > 2 and run.pp == 1 else [])
+
+    def _without_first_block(self) -> int:
+        """Return the bytes of activations when the first block's activations and weights have been freed."""
+        if self.share.run.pp > 1:
+            return 0
+        return self.activations - self.block - self.replaced + max(0, self.kept_casts - self.block_cast)
+
+    def _head_reduced(self) -> list[Moment]:
+        """Return the moment at which the gradients of the head are reduced, if it is a unit of its own, or at which a
+        head that was freed is gathered again. The gradient of a unit with one large tensor is still allocated when the
+        reduced gradient is."""
+        units, grads, run = self.states.units, self.gradients, self.share.run
+        moment = partial(self._moment, "backward", logits=self.loss.after)
+        shard = units.head_reduction // (run.dp_shard * run.cp)
+        if units.head and run.pp > 1:  # after the last micro-batch, and after the blocks' gradients
+            reduced = units.head_reduction + self.layers * units.block_shard
+            return [moment("the head's gradients reduced", 0, units.head_reduction, gradients=reduced + shard)]
+        if units.head:
+            whole = units.head_gradients + units.head_reduction
+            return [moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
+                           gradients=grads.accumulated + shard, activations=self.activations)]  # fmt: skip
+        if not (run.zero == 3 and stack_of(run).reshards_model):
+            return []
+        logits = self.loss.head if units.at_loss == 0 else self.loss.waiting
+        return [moment("embedding and head gathered again", 2 * units.outside, logits=logits,
+                       gradients=grads.accumulated, activations=self.activations + self.kept_casts)]  # fmt: skip
+
+    def _between_reductions(self, reducing: int) -> list[Moment]:
+        """Return the moments of blocks that have a reduction of `reducing` bytes behind them, and a block before them
+        that is gathered or not yet freed."""
+        units, grads, late = self.states.units, self.gradients, waits(self.share.run)
+        moment = partial(self._moment, "backward", logits=self.loss.after)
+        activations, behind = self._without_first_block(), 0 if is_flat(self.share.run) else units.block_reduction
+        shard = units.block_shard + units.experts_shard
+        after_first = grads.after_head + (shard - units.block_reduction if late else 0 if grads.accumulated else shard)
+        stays = units.resident - units.block - 2 * units.experts
+        gathered = units.resident + units.block + units.prefetched if units.prefetched else stays
+        last_but_one = units.block + (units.prefetched or units.block + units.experts) + self.still_gathered
+        last_but_one -= units.outside if units.head else 0
+        return [
+            moment("the second block of backward", gathered,
+                   behind + self.working,
+                   gradients=after_first + self.backward.gradients,
+                   activations=activations + self.recomputed + self.lighter_last_blocks[1]
+                   + (0 if self.kept_casts else self.block_cast)),
+            moment("the second block's gradients", gathered, self.between + reducing, gradients=after_first,
+                   activations=activations - self.block),
+            moment("the second-to-last block of backward", last_but_one, behind + self.working,
+                   gradients=grads.reducing.before_last_two + self.backward.gradients,
+                   activations=self.last_block + self.first_more + self.block + self.recomputed + self.block_cast),
+            moment("the second-to-last block's gradients", last_but_one, self.between + reducing,
+                   gradients=grads.reducing.before_last_two, activations=self.last_block + self.first_more),
+        ]  # fmt: skip
 
 
 def _with_value_model(policy: list[Moment], value: StepMemory) -> list[Moment]:

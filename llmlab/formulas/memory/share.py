@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ...hardware.gpu import GPU
+from ...specs.check import ALL_LINEAR
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training, stack_of
@@ -232,6 +233,8 @@ def _half_adapters(run: Training) -> bool:
 
 def adapted(spec: ModelSpec, run: Training) -> list[Linear]:
     """Return the linear layers that have a LoRA adapter."""
+    if run.lora and run.lora.targets == ALL_LINEAR:  # of a family without formulas: `check` has replaced it for others
+        return list(spec.block_linears)
     return [linear for linear in spec.linears if linear.name in run.lora.targets] if run.lora else []
 
 

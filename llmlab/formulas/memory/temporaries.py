@@ -124,15 +124,7 @@ def loss_bytes(share: Share) -> LossBytes:
     if of_method := methods.loss_bytes(share):
         return LossBytes(*of_method)
     if run.kernels == "liger":
-        rows = loss_chunk(spec, share.tokens)
-        chunk = rows * spec.vocab * (c + 4) // run.tp  # never the logits of all tokens
-        elements = 0 if run.lora else spec.vocab * spec.hidden // run.tp
-        weight_gradient = elements * share.bytes.gradients
-        # Autocast caches a cast of the weight, but not that of its transpose, which each chunk's logits need.
-        cast_again = c if share.autocast and rows < share.tokens else 0
-        chunk += elements * max(cast_again, (c + 4 if c < 4 else 4) if adds_apart(share.gpu) else 0)
-        # After the loss, the weight's gradient counts as the head's.
-        return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
+        return _by_liger(share)
     logits = share.tokens * spec.vocab // share.loss_ranks
     if block := block_of(share):
         forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
@@ -155,7 +147,7 @@ def loss_bytes(share: Share) -> LossBytes:
         capped = logits * c * bool(spec.logit_softcap)
         return LossBytes(max(logits * c + capped, gathering), logits * 2 * c + 2 * capped + half_head,
                          logits * c + (0 if share.autocast else own), logits * c, logits * c + capped)  # fmt: skip
-    if share.compiled and run.kernels != "fused-loss":
+    if share.compiled:
         # One kernel casts while it reads, so that only the logits are saved. The gradient is a second tensor, and a
         # third one contains zeros: the gradient of the logits that the model returns, which no loss uses
         # (torch/_functorch/_aot_autograd/runtime_wrappers.py: a compiled function's tangents are tensors). If a row is
@@ -176,6 +168,20 @@ def loss_bytes(share: Share) -> LossBytes:
         after=logits * c,
         waiting=logits * (c + 4),
     )
+
+
+def _by_liger(share: Share) -> LossBytes:
+    """Return the bytes around Liger's loss, which never has the logits of all tokens. After it, the gradient of the
+    head's weight counts as the head's."""
+    spec, run, c = share.spec, share.run, share.bytes.compute
+    rows = loss_chunk(spec, share.tokens)
+    chunk = rows * spec.vocab * (c + 4) // run.tp
+    elements = 0 if run.lora else spec.vocab * spec.hidden // run.tp
+    weight_gradient = elements * share.bytes.gradients
+    # Autocast caches a cast of the weight, but not that of its transpose, which each chunk's logits need.
+    cast_again = c if share.autocast and rows < share.tokens else 0
+    chunk += elements * max(cast_again, (c + 4 if c < 4 else 4) if adds_apart(share.gpu) else 0)
+    return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
 
 
 def dequantized(share: Share) -> int:

@@ -213,7 +213,7 @@ def ddp_buckets(spec: ModelSpec, run: Training, full: int) -> int:
         bucket_bytes += size
         if bucket_bytes >= full:
             buckets, bucket_bytes = buckets + 1, 0.0
-    return buckets + (bucket_bytes > 0)
+    return max(1, buckets + (bucket_bytes > 0))  # adapters of layers whose names only the class knows are not counted
 
 
 @lru_cache(maxsize=256)

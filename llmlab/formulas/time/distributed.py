@@ -21,7 +21,7 @@ The vocabulary-parallel loss and embedding also communicate a little, which is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import log2
 from types import MappingProxyType
 from typing import NamedTuple
@@ -44,6 +44,10 @@ from .flops import Flops, flops
 from .kernels import Kernels, kernels, training_rates
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, for all-reduces of gradients
+# Communication that computation can hide. "data": gradients during the backward pass, and ZeRO-3's parameters during
+# the previous unit, as in DDP and FSDP. "gradients": the same, but only in the backward pass, so the forward pass waits
+# for each unit's parameters. "tensor": tensor-parallel communication of the backward pass during its matmuls, as in
+# Megatron-LM.
 OVERLAPS = ("data", "gradients", "tensor")
 # Bytes that a rank moves to merge the partial results of ring attention, forward and backward, per element of its
 # queries and of its keys: for the first step after that with its own keys, and for each further step. Torch merges in
@@ -105,12 +109,18 @@ class _Layer(NamedTuple):
     host: float = 0.0
 
     @property
-    def card(self) -> float:
+    def gpu(self) -> float:
         return self.products + self.attention + self.elementwise
 
     @property
     def seconds(self) -> float:
-        return max(self.card, self.host)
+        return max(self.gpu, self.host)
+
+    def parts(self, micro_batches: int) -> dict[str, float]:
+        """Return the seconds of several micro-batches by part, with those in which the GPU waits for its host."""
+        parts = {"products": self.products, "attention": self.attention, "elementwise": self.elementwise,
+                 "launches": self.seconds - self.gpu}  # fmt: skip
+        return {name: micro_batches * seconds for name, seconds in parts.items()}
 
 
 NOTHING = _Layer()
@@ -118,22 +128,27 @@ NOTHING = _Layer()
 
 class Computation(NamedTuple):
     """The computation of a step on many GPUs, which does not depend on the links between them: the passes, a layer of
-    the average stage and the head with the loss (for all micro-batches), FLOP, and the seconds of the update."""
+    the average stage and the head with the loss (for all micro-batches), FLOP, and the seconds of the update.
 
-    passes: time.Passes | None
+    `traced`: the passes and the update are those of a simulated rank, and include the copies of FSDP2 and of DDP's
+    buckets.
+    """
+
+    passes: time.Passes
     block: _Layer
     head: _Layer
     counted: Flops
     update: float
+    traced: bool
 
 
-def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced | None = None) -> Computation:
-    """Return the computation of a rank in a step; `passes` is None if `card` has no units for the dtype."""
-    counted = flops(spec, run, card)
-    passes = traced.passes if traced else time.passes(spec, run, card)
+def computation(spec: ModelSpec, run: Training, gpu: GPU, traced: time.Traced | None = None) -> Computation:
+    """Return the computation of a rank in a step. Raises NotAvailable if `gpu` has no units for the dtype."""
+    counted = flops(spec, run, gpu)
+    passes = traced.passes if traced else time.passes(spec, run, gpu)
     if passes is None:
-        return Computation(None, NOTHING, NOTHING, counted, 0.0)
-    update = time.update_after(spec, run, kernels(card), passes, traced.update if traced else None)
+        raise NotAvailable(f"the {gpu.name} has no {time.peak_dtype(run)} units")
+    update = time.update_after(spec, run, kernels(gpu), passes, traced.update if traced else None)
     head = passes.products.get("head", 0.0)
     # The last stage has all of the head and the loss.
     products, loss = head * run.pp, passes.loss
@@ -146,17 +161,16 @@ def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced |
     # Matmuls, traffic and the host's time are counted for a layer of the average stage.
     times = blocks, passes.attention, passes.elementwise, passes.host - started
     block = _Layer(*[share * seconds for seconds in times])
-    return Computation(passes, block, _Layer(products, 0.0, loss, own), counted, update)
+    return Computation(passes, block, _Layer(products, 0.0, loss, own), counted, update, traced is not None)
 
 
 def step(
     model: ModelLike,
     run: Training,
-    card: GPU | str,
+    gpu: GPU | str,
     cluster: Cluster,
     overlap: tuple[str, ...] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    traced: time.Traced | None = None,
     known: Computation | None = None,
 ) -> Step:
     """Return the time of one optimizer step of `run` on `cluster`, and of each part of it.
@@ -164,86 +178,118 @@ def step(
     Ranks are laid out tensor, context, data, pipeline parallel, neighbours first (see mesh.py); expert-parallel ranks
     are data-parallel ones.
 
-    `overlap` names the communication that computation hides. "data": gradients during the backward pass, and ZeRO-3's
-    parameters during the previous unit, as in DDP and FSDP. "gradients": the same, but only in the backward pass, so
-    the forward pass waits for each unit's parameters. "tensor": tensor-parallel communication of the backward pass
-    during its matmuls, as in Megatron-LM. None: whatever the run's stack hides, which is "data", for Megatron-LM also
-    "tensor", and for both Megatron-LM and DeepSpeed depends on their options.
-
-    `traced`: the passes of a simulated rank, which include the copies of FSDP2 and of DDP's buckets, and its update.
-    `known`: the result of `computation` for the same run, for steps on several clusters. Raises SpecError for settings
-    that contradict each other, and NotAvailable if the GPU has no units for the dtype, or if no link is known.
+    `overlap` names the communication that computation hides (`OVERLAPS`). None: whatever the run's stack hides, which
+    is "data", for Megatron-LM also "tensor", and for both Megatron-LM and DeepSpeed depends on their options. `known`:
+    the result of `computation` for the same run, for steps on several clusters. Raises SpecError for settings that
+    contradict each other, and NotAvailable if the GPU has no units for the dtype, or if no link is known.
     """
-    spec, gpu = find_model(model), find_gpu(card)
+    spec, gpu = find_model(model), find_gpu(gpu)
     if known is None:  # otherwise the run has been checked before
         check(spec, run, gpu)
-    if overlap is None:
-        overlap = stack_of(run).overlap(run)
-    elif unknown := [name for name in overlap if name not in OVERLAPS]:
+    overlap = stack_of(run).overlap(run) if overlap is None else overlap
+    if unknown := [name for name in overlap if name not in OVERLAPS]:
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
     if bucket_bytes < 1:
         raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
     if rates := pcie_rates(cluster.inside, min(run.world_size, cluster.gpus), gpu.peer_access):
         cluster = cluster.reaching(rates.median)  # all GPUs of a node share its host, whatever groups they are in
-    gpu_kernels, known = kernels(gpu), known or computation(spec, run, gpu, traced)
+    gpu_kernels, known = kernels(gpu), known or computation(spec, run, gpu)
     block, counted = known.block, known.counted
-    if known.passes is None:
-        raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}, so its time is unknown")
-    m = run.accumulation
-    tensor = _tensor(spec, run, cluster, gpu_kernels, "tensor" in overlap)
-    if stack_of(run).tp_comm_overlap:
-        tensor /= run.tp  # sent in tp pieces, each during the matmul of another: only the first is exposed
-    context = _context(spec, run, cluster, gpu_kernels, block.attention / m)
-    if not traced:  # traced passes include this
-        context += _merged(spec, run, gpu_kernels)
-    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, gpu_kernels) if run.ep > 1 else 0.0
-    gathered = _logits(spec, run, cluster, gpu_kernels)
-    pipeline = _sends(spec, run, cluster, gpu_kernels)
-    layers, within = layers_of(spec, run), tensor + context + experts
-    if within and not stack_of(run).cuda_launch_blocking:
-        block = block._replace(host=block.host - m * within)  # the host continues while ranks send
-    # Stages with equally many layers need the same time, except the last one, which also has the head.
-    alike = {n: _stage(n, block, NOTHING, m) for n in set(layers[:-1])}
-    last = _stage(layers[-1], block, known.head, m)
-    times = {n: stage.seconds + n * within for n, stage in alike.items()}
-    stages = [*[times[n] for n in layers[:-1]], last.seconds + layers[-1] * within + gathered]
-    slowest = stages.index(max(stages))
-    n = layers[slowest]
-    compute = last if slowest == run.pp - 1 else alike[n]
-    forward = counted.forward / counted.total
-    one, busy = block.seconds / m, compute.seconds
+    m, sent = run.accumulation, _sent(spec, run, cluster, gpu_kernels, known, overlap)
+    if sent.within and not stack_of(run).cuda_launch_blocking:
+        block = block._replace(host=block.host - m * sent.within)  # the host continues while ranks send
+    stages = _stages(layers_of(spec, run), block, known.head, m, sent)
+    n, busy, forward = stages.layers, stages.compute.seconds, counted.forward / counted.total
     data = data_parallel(spec, run, cluster, gpu_kernels, busy, forward, overlap, bucket_bytes)
-    copied = 0.0 if traced else data.copied
-    scale, lost = training_rates()["scale"], 0.0
-    sent = data.exposed + copied + scale["contention"] * data.contended
-    passed = 0.0 if stack_of(run).hides_sends else m * pipeline
-    bubble = (sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages
-    seconds = m * stages[slowest] + passed + bubble + sent + known.update
-    if (nodes := -(-run.world_size // cluster.gpus)) > 1:
-        # All ranks wait for the slowest one once per step, and with sharded parameters also in each layer.
-        per_doubling = scale["seconds_per_doubling"]
-        per_doubling += scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0
-        lost = per_doubling * log2(nodes)
+    copied = 0.0 if known.traced else data.copied
+    exposed = data.exposed + copied + training_rates()["scale"]["contention"] * data.contended
+    passed = 0.0 if stack_of(run).hides_sends else m * sent.pipeline
+    bubble = (sum(stages.seconds) - stages.longest + (run.pp - 1) * sent.pipeline) / run.virtual_stages
+    seconds = m * stages.longest + passed + bubble + exposed + known.update
+    lost, one = _lost(run, cluster, seconds), block.seconds / m
     return Step(
-        products=m * compute.products,
-        attention=m * compute.attention,
-        elementwise=m * compute.elementwise,
-        launches=m * (busy - compute.card),
-        tensor=m * (n * tensor + (gathered if slowest == run.pp - 1 else 0.0)),
-        context=m * n * context,
-        experts=m * n * experts,
+        **stages.compute.parts(m),
+        tensor=m * (n * sent.tensor + (sent.logits if stages.slowest == run.pp - 1 else 0.0)),
+        context=m * n * sent.context,
+        experts=m * n * sent.experts,
         pipeline=passed,
         bubble=bubble,
-        data=sent,
+        data=exposed,
         update=known.update,
         data_sent=data.sent,
         data_exposed=data.exposed,
         data_maybe_exposed=data.maybe_exposed,
-        layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
-               "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
+        layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather, "reduce": data.reduce,
+               "tensor": sent.tensor, "context": sent.context, "experts": sent.experts},
         scale=lost,
         mfu=time.utilisation(counted.model, run, gpu, seconds + lost),
     )  # fmt: skip
+
+
+def _lost(run: Training, cluster: Cluster, seconds: float) -> float:
+    """Return the seconds that all ranks of a step of `seconds` wait for the slowest one: on several nodes once per
+    step, and with sharded parameters also in each layer."""
+    nodes, scale = -(-run.world_size // cluster.gpus), training_rates()["scale"]
+    if nodes == 1:
+        return 0.0
+    per_doubling = scale["seconds_per_doubling"]
+    per_doubling += scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0
+    return float(per_doubling * log2(nodes))
+
+
+class _Sent(NamedTuple):
+    """Seconds of a micro-batch's communication that computation does not hide: in each layer, to gather the logits,
+    and between two stages of the pipeline."""
+
+    tensor: float
+    context: float
+    experts: float
+    logits: float
+    pipeline: float
+
+    @property
+    def within(self) -> float:
+        return self.tensor + self.context + self.experts
+
+
+def _sent(
+    spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels, known: Computation, overlap: tuple[str, ...]
+) -> _Sent:  # fmt: skip
+    """Return the seconds of a rank's communication."""
+    tensor = _tensor(spec, run, cluster, gpu_kernels, "tensor" in overlap)
+    if stack_of(run).tp_comm_overlap:
+        tensor /= run.tp  # sent in tp pieces, each during the matmul of another: only the first is exposed
+    context = _context(spec, run, cluster, gpu_kernels, known.block.attention / run.accumulation)
+    if not known.traced:  # traced passes include this
+        context += _merged(spec, run, gpu_kernels)
+    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, gpu_kernels) if run.ep > 1 else 0.0
+    return _Sent(tensor, context, experts, _logits(spec, run, cluster, gpu_kernels),
+                 _sends(spec, run, cluster, gpu_kernels))  # fmt: skip
+
+
+class _Stages(NamedTuple):
+    """The seconds of a micro-batch in each pipeline stage; which one is slowest, its layers and its computation."""
+
+    seconds: list[float]
+    slowest: int
+    layers: int
+    compute: _Layer
+
+    @property
+    def longest(self) -> float:
+        return self.seconds[self.slowest]
+
+
+def _stages(layers: Sequence[int], block: _Layer, head: _Layer, micro_batches: int, sent: _Sent) -> _Stages:
+    """Return the stages with so many `layers`. Those with equally many need the same time, except the last one, which
+    also has the head."""
+    alike = {n: _stage(n, block, NOTHING, micro_batches) for n in set(layers[:-1])}
+    last = _stage(layers[-1], block, head, micro_batches)
+    times = {n: stage.seconds + n * sent.within for n, stage in alike.items()}
+    seconds = [*[times[n] for n in layers[:-1]], last.seconds + layers[-1] * sent.within + sent.logits]
+    slowest = seconds.index(max(seconds))
+    n = layers[slowest]
+    return _Stages(seconds, slowest, n, last if slowest == len(layers) - 1 else alike[n])
 
 
 def _stage(layers: int, block: _Layer, head: _Layer, micro_batches: int) -> _Layer:

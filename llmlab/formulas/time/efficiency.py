@@ -59,14 +59,14 @@ def efficiencies() -> dict[str, Efficiency]:
             for gpu, rates in table.items()}  # fmt: skip
 
 
-def efficiency(card: GPU | str) -> Efficiency | None:
+def efficiency(gpu: GPU | str) -> Efficiency | None:
     """Return the GPU's measured rates, or None if it was not measured: another GPU's rates would be wrong. Under a
     power limit, its FLOP/s are lower by the same factor as its clocks.
 
     >>> efficiency("B200") is None
     True
     """
-    data_sheet = find_gpu(card)
+    data_sheet = find_gpu(gpu)
     rates, share = efficiencies().get(data_sheet.name), clocks(data_sheet)
     if rates is None or share == 1:
         return rates

@@ -73,16 +73,16 @@ class Moved(NamedTuple):
     row: float = 0.0
 
 
-def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
+def moved(spec: ModelSpec, run: Training, gpu: GPU | None = None) -> Moved:
     """Return the bytes that a step moves on one device outside its matmuls and its update, by place.
 
     Norms and dropout between tensor-parallel matmuls are divided among ranks only by sequence parallelism (arXiv
     2205.05198, section 4.2). Of the GPU, three properties matter: whether it supports FlashAttention, whether it
     multiplies fp8 in any layout, and whether it multiplies while it writes.
     """
-    flash = card is None or card.supports_flash_attention_2
-    behind = card is None or (card.compute_capability or (0, 0)) >= WRITES_BEHIND
-    return _moved(spec, run, flash, takes_either_layout(card), behind)
+    flash = gpu is None or gpu.supports_flash_attention_2
+    behind = gpu is None or (gpu.compute_capability or (0, 0)) >= WRITES_BEHIND
+    return _moved(spec, run, flash, takes_either_layout(gpu), behind)
 
 
 @lru_cache(maxsize=1024)

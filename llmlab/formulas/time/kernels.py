@@ -57,13 +57,13 @@ HOST = "A100-80GB"  # the GPU whose host represents hosts that nobody measured
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Seconds of kernels on `card`.
+    """Seconds of kernels on `gpu`.
 
-    `table` was measured on `base`, which is `card` or a similar GPU. `rates` are fitted, and are used without a table,
+    `table` was measured on `base`, which is `gpu` or a similar GPU. `rates` are fitted, and are used without a table,
     for the dtypes that they have. `kind` is one of the module's origins.
     """
 
-    card: GPU
+    gpu: GPU
     kind: str
     table: KernelTable | None
     base: GPU
@@ -76,7 +76,7 @@ class Kernels:
     spread: float
     reached: float | None  # FLOP/s of large 16-bit matmuls, measured by others; None with own grids
     flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of attention in AMD's libraries (measured_rates.toml)
-    scale: float  # the time of a FLOP on `card` divided by that on `base`
+    scale: float  # the time of a FLOP on `gpu` divided by that on `base`
     _matmuls: dict[tuple[int, int, int, str], tuple[float | None, bool]] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
     _known_limits: dict[str, tuple[float | None, float, int] | None] = field(default_factory=dict)
@@ -84,14 +84,14 @@ class Kernels:
     @property
     def origin(self) -> str:
         """The source of the times of matmuls and attention, in words."""
-        if clocks(self.card) < 1:
-            own = replace(self, card=find_gpu(self.card.name))
-            return f"{own.origin}, at {self.card.power:g} of {own.card.power:g} W"
-        if self.kind == "transferred" and self.base.name != self.card.name:
+        if clocks(self.gpu) < 1:
+            own = replace(self, gpu=find_gpu(self.gpu.name))
+            return f"{own.origin}, at {self.gpu.power:g} of {own.gpu.power:g} W"
+        if self.kind == "transferred" and self.base.name != self.gpu.name:
             how = "measured rates of large matmuls" if self.reached else "data sheets"
             return f"transferred from {self.base.name} by the ratio of {how}"
         if self.table:
-            return f"measured on {self.card.name}"
+            return f"measured on {self.gpu.name}"
         if self.rates:
             return f"fitted to {self.rates.derived_from}"
         if self.reached:
@@ -119,11 +119,11 @@ class Kernels:
             attention = f"SDPA at {at['sdpa']} TFLOP/s{narrow}, Composable Kernel at {at['ck']} (measured_rates.toml)"
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
-        if not self.table and self.reached and self.card.peak("fp8"):
+        if not self.table and self.reached and self.gpu.peak("fp8"):
             products += ", in fp8 as much more as its peak is"
-        if self.card.pcie and node_link(self.card).kind == "pcie":
+        if self.gpu.pcie and node_link(self.gpu).kind == "pcie":
             links = "inside a node as published ones (pcie_nodes.toml), else links.toml"
-        reached = "fitted to records" if self.rates else f"{self.bandwidth / self.card.bandwidth:.0%} of the data sheet"
+        reached = "fitted to records" if self.rates else f"{self.bandwidth / self.gpu.bandwidth:.0%} of the data sheet"
         moved = f"bytes at {self.bandwidth / 1e9:,.0f} GB/s, {reached}"
         sent = dict.fromkeys(("tensor", "context", "experts", "pipeline", "data"), links)
         return {
@@ -147,7 +147,7 @@ class Kernels:
         like = self.host
         faster = self.bandwidth / like.bandwidth
         return replace(
-            like, gpu=self.card.name, sms=self.card.sms or like.sms, bandwidth=self.bandwidth,
+            like, gpu=self.gpu.name, sms=self.gpu.sms or like.sms, bandwidth=self.bandwidth,
             strided=faster * like.strided, gather=faster * like.gather,
         )  # fmt: skip
 
@@ -186,10 +186,10 @@ class Kernels:
         They follow from matmuls: their rate in long steps, divided by their highest rate alone. The result is 1 if
         power is not known to limit attention.
         """
-        newest = (self.card.compute_capability or (0, 0)) >= BOUND_BY_EXPONENTIALS
+        newest = (self.gpu.compute_capability or (0, 0)) >= BOUND_BY_EXPONENTIALS
         if self.sustained == 1 or newest or not self.table:
             return 1.0
-        peak = self.card.peak("bf16")
+        peak = self.gpu.peak("bf16")
         assert peak
         return min(1.0, self.sustained * peak * self.scale / _burst(self.base.name))
 
@@ -201,7 +201,7 @@ class Kernels:
         with 16,384 to 131,072 tokens, NeMo 24.03.01, whose launcher turns cuDNN's attention off, took as long as the
         rates of FlashAttention 2's author predict. Boards with a lower power limit than the measured one do not show
         this in published steps (torchtitan's with 32,768 tokens and more, on H100s of 500 W), so they use `clocks`."""
-        if find_gpu(self.card.name).power != self.base.power:
+        if find_gpu(self.gpu.name).power != self.base.power:
             return self.clocks
         return min(1.0, self.clocks * (_burst(self.base.name) / rate) ** (1 / 3))
 
@@ -274,23 +274,23 @@ class Kernels:
         if dtype in self._known_limits:
             return self._known_limits[dtype]
         limits = None
-        if (peak := self.card.peak(dtype)) is not None:
+        if (peak := self.gpu.peak(dtype)) is not None:
             lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
             most, rate = peak * lasting if lasting < 1 else None, self.shares["products"] * peak
             if self.reached and dtype != "fp32":  # fp8 reaches the same share of its peak as 16 bits
-                rate = self.reached * peak / (self.card.peak("bf16") or peak)
+                rate = self.reached * peak / (self.gpu.peak("bf16") or peak)
                 most = min(most, rate) if most else rate
             limits = most, rate, {"fp32": 4, "fp8": 1}.get(dtype, 2)
         return self._known_limits.setdefault(dtype, limits)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
         """Return the seconds on this GPU of a kernel that took `seconds` on `base`."""
-        if self.base is self.card:
+        if self.base is self.gpu:
             return seconds
         theirs = self.base.peak(dtype)
         assert theirs
         computed, read = flop / theirs, moved / self.base.bandwidth
-        return seconds * max(computed * self.scale, moved / self.card.bandwidth) / max(computed, read)
+        return seconds * max(computed * self.scale, moved / self.gpu.bandwidth) / max(computed, read)
 
     def attention(self, batch: int, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
         """Return the seconds of the forward pass of fused causal attention.
@@ -316,7 +316,7 @@ class Kernels:
             return slower * self._scaled(time.seconds, flop, moved, "bf16") / lasting
         if self.flash and dtype != "fp32":
             return LAUNCH + slower * flop / (1e12 * self._flash(kernel, head_size)["forward"])
-        peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
+        peak = self.gpu.peak(dtype) or self.gpu.peak("fp16") or self.gpu.peak_flops["fp32"]
         if self.reached and dtype != "fp32":
             peak = self.reached / self.shares["products"]
         return LAUNCH + slower * flop / (self.shares["attention"] * peak)
@@ -342,9 +342,9 @@ class Kernels:
     @cached_property
     def _joined(self) -> tuple[float, float] | None:
         """Bytes/s of the NVLink of `base` by data sheet and as reached, or None if this GPU has no such NVLink."""
-        if self.card.nvlink is None or self.base.nvlink != self.card.nvlink:
+        if self.gpu.nvlink is None or self.base.nvlink != self.gpu.nvlink:
             return None
-        link = node_link(self.card)
+        link = node_link(self.gpu)
         return link.bandwidth, link.reached
 
 
@@ -402,43 +402,43 @@ def _cast_seconds(gpu: str) -> float:
     return median((known[m, n, k] - known[n, m, k]) / ((m - n) * k) for m, n, k in CASTING)
 
 
-def _reached(card: GPU) -> float | None:
-    """Return the FLOP/s of large 16-bit matmuls that others measured on `card`, or None. AMD's MI350X is an MI355X with
+def _reached(gpu: GPU) -> float | None:
+    """Return the FLOP/s of large 16-bit matmuls that others measured on `gpu`, or None. AMD's MI350X is an MI355X with
     1000 W, and is assumed to reach the same share of its peak."""
     table, sources = read_table("measured_rates.toml"), ("zzc0721", "ROCm", "stas00", "chsasank", "mli")
-    like = find_gpu(SLOWER.get(card.name, card.name))
+    like = find_gpu(SLOWER.get(gpu.name, gpu.name))
     rate = next((table[by][like.name] for by in sources if like.name in table[by]), None)
-    mine, theirs = find_gpu(card.name).peak("bf16"), like.peak("bf16")
-    return 1e12 * rate * clocks(card) * (mine / theirs if mine and theirs else 1.0) if rate else None
+    mine, theirs = find_gpu(gpu.name).peak("bf16"), like.peak("bf16")
+    return 1e12 * rate * clocks(gpu) * (mine / theirs if mine and theirs else 1.0) if rate else None
 
 
 @cache
-def copy_share(card: GPU) -> float | None:
-    """Return the share of the data sheet's bandwidth that a copy reaches on `card` (measured_rates.toml), or else the
+def copy_share(gpu: GPU) -> float | None:
+    """Return the share of the data sheet's bandwidth that a copy reaches on `gpu` (measured_rates.toml), or else the
     median of GPUs with its compute capability, whose memory is of the same kind, or None if there is none."""
     rates = read_table("measured_rates.toml")["copies"]
     shares = {find_gpu(name): 1e9 * rate / find_gpu(name).bandwidth for name, rate in rates.items()}
-    own = [share for gpu, share in shares.items() if gpu.name == card.name]
-    alike = [share for gpu, share in shares.items() if gpu.compute_capability == card.compute_capability]
+    own = [share for other, share in shares.items() if other.name == gpu.name]
+    alike = [share for other, share in shares.items() if other.compute_capability == gpu.compute_capability]
     return median(own or alike) if alike else None
 
 
-def _flash(card: GPU) -> dict[str, dict[str, float]]:
+def _flash(gpu: GPU) -> dict[str, dict[str, float]]:
     """Return the 10^12 FLOP/s of fused attention by library and pass; empty for NVIDIA's GPUs."""
-    rates, share = read_table("measured_rates.toml")["attention"], clocks(card)
+    rates, share = read_table("measured_rates.toml")["attention"], clocks(gpu)
     return {
-        kind: {part: share * rate for part, rate in by[card.architecture].items()}
-        for kind, by in rates.items() if card.architecture in by
+        kind: {part: share * rate for part, rate in by[gpu.architecture].items()}
+        for kind, by in rates.items() if gpu.architecture in by
     }  # fmt: skip
 
 
-def _scale(card: GPU, base: GPU, reached: float | None) -> float:
-    """Return the time of a FLOP on `card` divided by that on `base`, in 16 bits: by the rates of large matmuls, or else
+def _scale(gpu: GPU, base: GPU, reached: float | None) -> float:
+    """Return the time of a FLOP on `gpu` divided by that on `base`, in 16 bits: by the rates of large matmuls, or else
     by the peaks."""
     large = _matmul(base.name, *LARGE, "bf16")
     if reached and large:
         return 2 * prod(LARGE) / large.seconds / reached
-    theirs, mine = (device.peak("bf16") or device.peak("fp16") or device.peak("fp32") for device in (base, card))
+    theirs, mine = (device.peak("bf16") or device.peak("fp16") or device.peak("fp32") for device in (base, gpu))
     return theirs / mine if theirs and mine else 1.0
 
 
@@ -449,9 +449,9 @@ def training_rates() -> dict[str, Any]:
 
 
 @cache
-def kernels(card: GPU | str) -> Kernels:
+def kernels(gpu: GPU | str) -> Kernels:
     """Return the kernel times of a GPU in the table."""
-    data_sheet, shared = find_gpu(card), training_rates()
+    data_sheet, shared = find_gpu(gpu), training_rates()
     rates, base = efficiency(data_sheet), _base(data_sheet)
     table = kernel_table(base.name) if base else None
     kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
@@ -463,7 +463,7 @@ def kernels(card: GPU | str) -> Kernels:
     assert host
     sustained = _sustained(data_sheet, base)
     return Kernels(
-        card=data_sheet,
+        gpu=data_sheet,
         kind=kind,
         table=table,
         base=base or data_sheet,
@@ -480,43 +480,43 @@ def kernels(card: GPU | str) -> Kernels:
     )
 
 
-def _sustained(card: GPU, base: GPU | None) -> float:
+def _sustained(gpu: GPU, base: GPU | None) -> float:
     """Return the share of the peak that matmuls reach in a long step under the power limit, by compute capability. It
     is 1 for chips without published steps, and if the GPU's own units (an H20's) are the lower limit."""
-    share: float = training_rates()["sustained"].get("{}.{}".format(*(card.compute_capability or (0, 0))), 1.0)
+    share: float = training_rates()["sustained"].get("{}.{}".format(*(gpu.compute_capability or (0, 0))), 1.0)
     if base is None:
         return 1.0
-    theirs, mine = base.peak("bf16"), card.peak("bf16")
+    theirs, mine = base.peak("bf16"), gpu.peak("bf16")
     return 1.0 if theirs and mine and mine < share * theirs else share
 
 
-def _nearness(card: GPU, base: GPU | None, kind: str) -> str:
+def _nearness(gpu: GPU, base: GPU | None, kind: str) -> str:
     """Return the name of the GPU's spread in training.toml: "AMD", "data sheet" if its grids are from another
     architecture, or `kind`."""
-    if card.vendor == "AMD":
+    if gpu.vendor == "AMD":
         return "AMD"
-    return "data sheet" if base and base.architecture != card.architecture else kind
+    return "data sheet" if base and base.architecture != gpu.architecture else kind
 
 
-def _base(card: GPU) -> GPU | None:
-    """Return the GPU whose grids are used for `card`.
+def _base(gpu: GPU) -> GPU | None:
+    """Return the GPU whose grids are used for `gpu`.
 
-    This is `card` itself (without a power limit), or else a GPU of the same compute capability, or else of the same
+    This is `gpu` itself (without a power limit), or else a GPU of the same compute capability, or else of the same
     architecture, or else of the nearest capability. Among several, the one with the nearest bandwidth is used. Without
-    grids of its own, return None for other vendors' GPUs, and if rates were fitted to steps on `card`.
+    grids of its own, return None for other vendors' GPUs, and if rates were fitted to steps on `gpu`.
     """
-    if kernel_table(card.name):
-        return card if clocks(card) == 1 else find_gpu(card.name)
-    if card.vendor != "NVIDIA" or efficiency(card):
+    if kernel_table(gpu.name):
+        return gpu if clocks(gpu) == 1 else find_gpu(gpu.name)
+    if gpu.vendor != "NVIDIA" or efficiency(gpu):
         return None
 
     def distance(other: GPU) -> tuple[bool, bool, float, float]:
-        distance = abs(_capability(other) - _capability(card))
-        return distance > 0, other.architecture != card.architecture, distance, abs(other.bandwidth - card.bandwidth)
+        distance = abs(_capability(other) - _capability(gpu))
+        return distance > 0, other.architecture != gpu.architecture, distance, abs(other.bandwidth - gpu.bandwidth)
 
     return min(map(find_gpu, training_rates()["measured"]), key=distance)
 
 
-def _capability(card: GPU) -> float:
-    major, minor = card.compute_capability or (0, 0)
+def _capability(gpu: GPU) -> float:
+    major, minor = gpu.compute_capability or (0, 0)
     return major + minor / 10

@@ -36,20 +36,20 @@ class Choice:
         return self.step.seconds
 
 
-def peak_of(spec: ModelSpec, run: Training, card: GPU | None) -> int:
+def peak_of(spec: ModelSpec, run: Training, gpu: GPU | None) -> int:
     """Return the peak bytes of the fullest device in any stage of the pipeline.
 
     Only the first two stages and the last, which has the head, are computed. The others have fewer micro-batches in
     flight than the second, and no more layers.
     """
     stages = sorted({0, min(1, run.pp - 1), run.pp - 1})
-    shares = [share_of(spec, run, card, stage=stage) for stage in stages]
+    shares = [share_of(spec, run, gpu, stage=stage) for stage in stages]
     return max(moment.total for share in shares for moment in step_memory(share).moments())
 
 
 def search(
     model: ModelLike,
-    card: GPU | str,
+    gpu: GPU | str,
     devices: int,
     batch: int,
     cluster: Cluster | None = None,
@@ -65,12 +65,12 @@ def search(
     `Training` that all meshes have in common, such as seq_len and precision. `cp` and `ep` are 1 unless they are in
     `settings`. Raises SpecError if no mesh is possible.
     """
-    spec, gpu = find_model(model), find_gpu(card)
+    spec, gpu = find_model(model), find_gpu(gpu)
     nodes = cluster or cluster_of(gpu)
     choices = []
     for run in _runs(spec, gpu, devices, batch, settings):
         peak = peak_of(spec, run, gpu)
-        fits = verdict(peak, gpu, devices, off=plainness(spec)).outcome == "fits"
+        fits = verdict(peak, gpu, devices, off=plainness(spec, run)).outcome == "fits"
         choices.append(Choice(run, step(spec, run, gpu, nodes, overlap=overlap), peak, fits))
     if not choices:
         raise SpecError(f"no mesh of {devices} devices trains batch={batch} sequences of {spec.name}; try a multiple")

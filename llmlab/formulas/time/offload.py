@@ -104,7 +104,7 @@ def adam_seconds(moved: float, host: Host, gpus: int | None = None) -> float:
 def offloaded_step(
     spec: ModelSpec,
     run: Training,
-    card: GPU,
+    gpu: GPU,
     computed: float,
     host: Host | None = None,
     gpus: int | None = None,
@@ -118,11 +118,11 @@ def offloaded_step(
     pipeline_write off). If memory is not `pinned`, copies are slower and hide behind nothing, because the CPU that
     copies also launches the kernels. Raises NotAvailable if the tables contain no host or no PCIe for the GPU.
     """
-    host = host or host_of(card)
-    counted = flops(spec, run, card)
+    host = host or host_of(gpu)
+    counted = flops(spec, run, gpu)
     forward = computed * counted.forward / counted.total
     backward = computed - forward
-    sent, rate = crossing(spec, run), to_host(card, pinned)
+    sent, rate = crossing(spec, run), to_host(gpu, pinned)
     down, up, adam = sent.down / rate, sent.up / rate, adam_seconds(sent.stepped_bytes, host, gpus)
     share = (gpus or host.gpus) * sent.state
     disk = share / drive.read + share / drive.write if drive else 0.0
@@ -146,15 +146,15 @@ class Waiting(NamedTuple):
     host: Host | None = None
 
 
-def waiting(spec: ModelSpec, run: Training, card: GPU, computed: float) -> Waiting:
+def waiting(spec: ModelSpec, run: Training, gpu: GPU, computed: float) -> Waiting:
     """Return the seconds that the GPU waits in a step with offload, if its passes alone take `computed` seconds. Raises
     NotAvailable for a GPU whose link to its host is not in the table."""
-    host, used = usual_host(card), min(run.world_size, card.node_gpus)
+    host, used = usual_host(gpu), min(run.world_size, gpu.node_gpus)
     gpus = max(host.gpus, used)
     own, shares = host.bandwidth / gpus, [host_.share for host_ in hosts().values()]
 
     def seconds(share: float) -> float:
-        return offloaded_step(spec, run, card, computed, replace(host, bandwidth=share * gpus), gpus).waiting
+        return offloaded_step(spec, run, gpu, computed, replace(host, bandwidth=share * gpus), gpus).waiting
 
     return Waiting(seconds(own), seconds(max(host.bandwidth / used, *shares)), seconds(min(own, *shares)), host)
 

@@ -29,7 +29,7 @@ class Timing(NamedTuple):
     """Seconds of the step, of all its kernels on the GPU, and of launching them on the CPU."""
 
     step: float
-    card: float
+    gpu: float
     host: float
 
 
@@ -65,7 +65,7 @@ def _measured(kernel: Kernel, measured: Kernels) -> float | None:
     if kernel.kind == "matmul":
         batch, rows, columns, inner = kernel.shape
         return measured.matmul(batch * rows, columns, inner, kernel.dtype)
-    if measured.card.peak(kernel.dtype) is None:
+    if measured.gpu.peak(kernel.dtype) is None:
         return None
     heads, queries, keys, size, causal = kernel.shape
     length = max(queries, keys)
@@ -114,7 +114,7 @@ def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | Non
 
     A kernel begins when it has been launched and the previous kernel has ended.
     """
-    started = free = card = 0.0
+    started = free = gpu = 0.0
     known: dict[int, tuple[float | None, float]] = {}  # by identity: a long generation repeats the same objects
     for kernel in kernels:
         if id(kernel) not in known:
@@ -125,8 +125,8 @@ def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | Non
         started += starting
         if kernel.kind not in ("none", "sent"):
             free = max(free, started) + seconds
-            card += seconds
-    return Timing(max(free, started), card, started)
+            gpu += seconds
+    return Timing(max(free, started), gpu, started)
 
 
 def logits_of(spec: ModelSpec, run: Training) -> int:
@@ -143,7 +143,7 @@ def grids(gpu_kernels: Kernels) -> Kernels | None:
 class Durations(NamedTuple):
     """Seconds of a step's operators.
 
-    The first five are seconds of the GPU in the forward and backward passes by kind of work, and `card` is their sum.
+    The first five are seconds of the GPU in the forward and backward passes by kind of work, and `gpu` is their sum.
     `host` is the CPU's time to launch these operators. `passes` is the time until the last of them ends, and `step` the
     time until the update ends. `kernel` is the attention kernel, named as in `share.attention_kernel`.
     """
@@ -153,7 +153,7 @@ class Durations(NamedTuple):
     attention: float
     elementwise: float
     loss: float
-    card: float
+    gpu: float
     host: float
     passes: float
     step: float
@@ -164,7 +164,7 @@ class Durations(NamedTuple):
         """The parts of the step's time, in place of those of the formulas."""
         products = {"blocks": self.products, "head": self.head}
         passes = Passes(products, self.attention, self.elementwise, self.loss, self.host)
-        return Traced(passes, self.step - self.passes, self.kernel, self.passes - self.card)
+        return Traced(passes, self.step - self.passes, self.kernel, self.passes - self.gpu)
 
     def extrapolated(self, deep: Durations, groups: int) -> Durations:
         """Return the seconds with `groups` more groups of layers; `deep` has those with one more group."""
@@ -187,7 +187,7 @@ def durations(operators: Sequence[Kernel], logits: int, gpu_kernels: Kernels) ->
         seconds = kernel_seconds(kernel, rates, measured) or 0.0
         times[_takes(kernel, logits)] += counts[id(kernel)] * seconds
     fused = next((fused_attention(kernel) for kernel in before if kernel.kind == "attention"), "eager")
-    return Durations(**times, card=passed.card, host=passed.host, passes=passed.step, step=whole.step, kernel=fused)
+    return Durations(**times, gpu=passed.gpu, host=passed.host, passes=passed.step, step=whole.step, kernel=fused)
 
 
 def _takes(kernel: Kernel, logits: int) -> str:

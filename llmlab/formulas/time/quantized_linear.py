@@ -12,27 +12,27 @@ Way = Literal["16-bit", "fused", "unpacked", "w8a8"]
 
 
 def linear_seconds(
-    card: GPU | str, tokens: int, rows: int, columns: int, way: Way = "16-bit", bits: float = 4.5, dtype: str = "fp16"
+    gpu: GPU | str, tokens: int, rows: int, columns: int, way: Way = "16-bit", bits: float = 4.5, dtype: str = "fp16"
 ) -> float:
-    """Return the least seconds of x Wᵀ, x (tokens, columns), W (rows, columns), at a card's data sheet rates.
+    """Return the least seconds of x Wᵀ, x (tokens, columns), W (rows, columns), at a GPU's data sheet rates.
 
     The roofline (Williams et al., 2009): the larger of FLOP / peak and bytes / bandwidth.
         "16-bit"    the weight is read in `dtype`
         "fused"     it is read in `bits` per weight and unpacked in registers (Marlin, GPTQ's and AWQ's kernels)
         "unpacked"  one kernel unpacks it to memory, another reads it from there (bitsandbytes beyond few tokens)
         "w8a8"      weight and inputs in 8 bits, multiplied by the int8 units
-    Raises NotAvailable for a card without the units, SpecError for another way.
+    Raises NotAvailable for a GPU without the units, SpecError for another way.
     """
-    card = find_gpu(card)
+    gpu = find_gpu(gpu)
     if way not in get_args(Way):
         raise SpecError(f"way={way!r} is not one of {', '.join(get_args(Way))}")
-    peak = card.peak("int8" if way == "w8a8" else dtype)
+    peak = gpu.peak("int8" if way == "w8a8" else dtype)
     if peak is None:
-        raise NotAvailable(f"{card.name} has no units for {'int8' if way == 'w8a8' else dtype}")
+        raise NotAvailable(f"{gpu.name} has no units for {'int8' if way == 'w8a8' else dtype}")
     weights = rows * columns
     streams = 2 * tokens * (rows + columns)  # inputs and outputs, in 16 bits
     packed = weights * (8 if way == "w8a8" else bits) / 8
     read = 2 * weights if way in ("16-bit", "unpacked") else packed
-    matmul = max(2 * tokens * weights / peak, (read + streams) / card.bandwidth)
-    unpacking = (packed + 2 * weights) / card.bandwidth if way == "unpacked" else 0.0
+    matmul = max(2 * tokens * weights / peak, (read + streams) / gpu.bandwidth)
+    unpacking = (packed + 2 * weights) / gpu.bandwidth if way == "unpacked" else 0.0
     return matmul + unpacking

@@ -87,14 +87,14 @@ class Passes(NamedTuple):
     host: float
 
     @property
-    def card(self) -> float:
+    def gpu(self) -> float:
         """Seconds of the GPU, if it never waits for the CPU."""
         return sum(self.products.values()) + self.attention + self.elementwise + self.loss
 
     @property
     def seconds(self) -> float:
         """The seconds of the GPU or of the CPU, whichever is longer."""
-        return max(self.card, self.host)
+        return max(self.gpu, self.host)
 
 
 class Outside(NamedTuple):
@@ -129,48 +129,48 @@ class Traced(NamedTuple):
     waited: float = 0.0
 
 
-def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
+def step_seconds(spec: ModelSpec, run: Run, gpu: GPU | None) -> float | None:
     """Return the seconds of one device's optimizer step, or of a whole generation.
 
     Return None if a rate that the run needs is unknown: for a generation on a GPU that was never measured, for
     offloading over a link that is not in the table, and for a dtype that the GPU has no units for.
     """
-    if card is None:
+    if gpu is None:
         return None
     if isinstance(run, Inference):
-        rates = efficiency(card)
+        rates = efficiency(gpu)
         seconds = token_seconds(spec, run, rates) if rates else None
         return None if seconds is None else seconds[0] + (run.new_tokens - 1) * seconds[1]
-    computed = passes(spec, run, card)
+    computed = passes(spec, run, gpu)
     try:
-        return None if computed is None else computed.seconds + update_after(spec, run, kernels(card), computed)
+        return None if computed is None else computed.seconds + update_after(spec, run, kernels(gpu), computed)
     except NotAvailable:
         return None
 
 
-def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
+def passes(spec: ModelSpec, run: Training, gpu: GPU) -> Passes | None:
     """Return the seconds of a step's forward and backward passes by kind of work, or None if the GPU has no units for
     the run's dtype."""
-    gpu_kernels = kernels(card)
+    gpu_kernels = kernels(gpu)
     multiplied = product_seconds(spec, run, gpu_kernels)
     attention = attention_seconds(spec, run, gpu_kernels)
     if multiplied is None or attention is None:
         return None
-    sent, rates = moved(spec, run, card), gpu_kernels.operators
+    sent, rates = moved(spec, run, gpu), gpu_kernels.operators
     slower = sent.strided * (1 / rates.strided - 1 / rates.bandwidth)
     blocks = sent.blocks / gpu_kernels.bandwidth + slower + small_kernels(spec, run) * rates.launch
     host = host_seconds(spec, run, gpu_kernels.host)
     for other in other_models(spec, run):  # a forward pass costs as much as full recomputation adds
         again, once = (replace(run.update, lora=None, checkpointing=kind) for kind in ("full", None))
-        both = [moved(other.spec, each, card).blocks / gpu_kernels.bandwidth for each in (again, once)]
+        both = [moved(other.spec, each, gpu).blocks / gpu_kernels.bandwidth for each in (again, once)]
         blocks += other.passes * (both[0] - both[1])
         both = [started(other.spec, each).seconds(gpu_kernels.host) for each in (again, once)]
         host += other.passes * (both[0] - both[1])
     if run.reference_model == "offloaded":  # to the GPU and back by Module.to, whose host memory is pageable
-        blocks += 2 * offloaded(spec, run) / to_host(card, pinned=False)
+        blocks += 2 * offloaded(spec, run) / to_host(gpu, pinned=False)
     if run.objective.critic:
         value = value_run(run)
-        blocks += moved(spec, value, card).blocks / gpu_kernels.bandwidth
+        blocks += moved(spec, value, gpu).blocks / gpu_kernels.bandwidth
         host += host_seconds(spec, value, gpu_kernels.host)
     loss = sent.loss + (sent.again if rates.exceeds_cache(sent.row) else 0.0)
     made = Passes(multiplied, attention, blocks, loss / gpu_kernels.bandwidth, host)
@@ -187,7 +187,7 @@ def update_after(
     (`offload.waiting`).
     """
     if run.offload:
-        return waiting(spec, run, gpu_kernels.card, computed.seconds).seconds
+        return waiting(spec, run, gpu_kernels.gpu, computed.seconds).seconds
     update = update_seconds(spec, run, gpu_kernels) if update is None else update
     ahead = 0.0 if stack_of(run).checks_gradients else computed.seconds - computed.host
     return max(update, update_host_seconds(spec, run, gpu_kernels.host) - ahead)
@@ -196,7 +196,7 @@ def update_after(
 def host_waits(run: Training, computed: Passes) -> float:
     """Return the seconds that the CPU waits for the GPU during a step's passes, in addition to its own work."""
     waits = stack_of(run).cuda_launch_blocking
-    return computed.card if waits else loss_waits(run, computed.products.get("head", 0.0), computed.loss)
+    return computed.gpu if waits else loss_waits(run, computed.products.get("head", 0.0), computed.loss)
 
 
 def loss_waits(run: Training, head: float, loss: float) -> float:
@@ -236,7 +236,7 @@ def update_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> floa
         moved = max(moved, EIGHT_BIT * sizes.trained / gpu_kernels.operators.sms)
     if foreach_adamw(run):
         moved += FOREACH_OPERATORS * sizes.trained / FOREACH_ELEMENTS * gpu_kernels.operators.launch
-    return moved + orthogonal + _paged_seconds(run, sizes, gpu_kernels.card)
+    return moved + orthogonal + _paged_seconds(run, sizes, gpu_kernels.gpu)
 
 
 def foreach_adamw(run: Training) -> bool:
@@ -246,7 +246,7 @@ def foreach_adamw(run: Training) -> bool:
     return run.optimizer == "adamw" and not stack_of(run).fused_adamw and not masters
 
 
-def _paged_seconds(run: Training, sizes: States, card: GPU) -> float:
+def _paged_seconds(run: Training, sizes: States, gpu: GPU) -> float:
     """Return the seconds in which the driver pages optimizer states in and out, if they do not fit on the device.
 
     All states move in both directions, because the driver evicts the least recently used pages, and every update visits
@@ -257,8 +257,8 @@ def _paged_seconds(run: Training, sizes: States, card: GPU) -> float:
     if not stack_of(run).paged(run):
         return 0.0
     paged = 2 * sizes.trained
-    fits = sizes.weights + paged <= card.memory
-    return 0.0 if fits else paged / to_host(card)
+    fits = sizes.weights + paged <= gpu.memory
+    return 0.0 if fits else paged / to_host(gpu)
 
 
 def _orthogonal_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
@@ -278,25 +278,25 @@ def tokens_of(run: Run) -> int:
     return run.batch * run.new_tokens
 
 
-def mfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
+def mfu(spec: ModelSpec, run: Run, gpu: GPU, seconds: float) -> float | None:
     """Return model FLOPs utilisation, or None if the data sheet has no peak.
 
     It is the FLOP that the model needs, without recomputation (PaLM, arXiv 2204.02311, appendix B), divided by the FLOP
     that all GPUs could compute in `seconds` at their peak. As in that paper, attention counts without its mask. Causal
     kernels skip half of it, so with long sequences the result can exceed 100 %.
     """
-    return utilisation(flops(spec, run, card).model, run, card, seconds)
+    return utilisation(flops(spec, run, gpu).model, run, gpu, seconds)
 
 
-def hfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
+def hfu(spec: ModelSpec, run: Run, gpu: GPU, seconds: float) -> float | None:
     """Return hardware FLOPs utilisation: like `mfu`, but counting all computed FLOP, including recomputation."""
-    return utilisation(flops(spec, run, card).total, run, card, seconds)
+    return utilisation(flops(spec, run, gpu).total, run, gpu, seconds)
 
 
-def utilisation(count: int, run: Run, card: GPU, seconds: float) -> float | None:
+def utilisation(count: int, run: Run, gpu: GPU, seconds: float) -> float | None:
     """Return `count` FLOP divided by the FLOP that all GPUs could compute in `seconds` at their peak, or None if the
     data sheet has no peak."""
-    peak = card.peak(peak_dtype(run))
+    peak = gpu.peak(peak_dtype(run))
     return count / run.world_size / seconds / peak if peak else None
 
 
@@ -307,11 +307,11 @@ def peak_dtype(run: Run) -> str:
     return run.compute_dtype
 
 
-def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> float | None:
-    """Return the US dollars for `card_hours` hours of one GPU at `usd_per_hour`, by default the table's rate (its
+def price(gpu: GPU, gpu_hours: float, usd_per_hour: float | None = None) -> float | None:
+    """Return the US dollars for `gpu_hours` hours of one GPU at `usd_per_hour`, by default the table's rate (its
     source and date are in the GPU's entry), or None if both are missing."""
-    rate = card.usd_per_hour if usd_per_hour is None else usd_per_hour
-    return None if rate is None else card_hours * rate
+    rate = gpu.usd_per_hour if usd_per_hour is None else usd_per_hour
+    return None if rate is None else gpu_hours * rate
 
 
 def product_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> dict[str, float] | None:
@@ -330,7 +330,7 @@ def outside(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> Outside:
 def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[str, float] | None, Outside]:
     seconds: dict[str, float] = {}
     extrapolated_s = misaligned_s = 0.0
-    share, counted, times = run.accumulation / run.pp, *misaligned_factor(gpu_kernels.card)
+    share, counted, times = run.accumulation / run.pp, *misaligned_factor(gpu_kernels.gpu)
     packed = ("attention", "mlp") if run.quantization else ()
     for matmul, kind, sizes in _multiplied(spec, run):
         _, n, k, _ = sizes[0][0]
@@ -356,10 +356,10 @@ def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[s
     return seconds, Outside(extrapolated_s, misaligned_s, 0.0, more)
 
 
-def misaligned_factor(card: GPU) -> tuple[bool, float]:
+def misaligned_factor(gpu: GPU) -> tuple[bool, float]:
     """Return whether `UNALIGNED` has a factor for the GPU's chip, and this factor, or else the smallest one: matmuls
     whose rows are no multiple of 16 bytes take, or may take, this many times as long."""
-    chip = card.compute_capability or (0, 0)
+    chip = gpu.compute_capability or (0, 0)
     return chip in UNALIGNED, UNALIGNED.get(chip, min(UNALIGNED.values()))
 
 
@@ -429,7 +429,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
 def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float | None:
     """Return the seconds of the attention kernels, or of the matmuls of eager attention, on a device with an equal
     share of all layers, or None if the GPU has no units for the dtype."""
-    kernel = attention_kernel(spec, run, gpu_kernels.card)
+    kernel = attention_kernel(spec, run, gpu_kernels.gpu)
     qk, v = head_sizes(spec)
     heads, length = max(1, spec.heads // run.tp), run.seq_len
     first = gradients_of_first_block(spec, run)
@@ -441,7 +441,7 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
     wide = kernel == "math" or (bytes_of(run).compute == 4 and run.attention != "flash")
     dtype = "fp32" if wide else peak_dtype(run)
     if fused:
-        name, masked = fastest_kernel(run, kernel, gpu_kernels.card), masked_layers(spec, run) / spec.layers
+        name, masked = fastest_kernel(run, kernel, gpu_kernels.gpu), masked_layers(spec, run) / spec.layers
         whole = name if name == "cudnn" else "efficient"  # FlashAttention accepts no mask; with one, all scores count
         total, head_size = 0.0, (qk + v) // 2
         for kernel_, times in ((name, 1 - masked), (whole, 2 * masked)):
@@ -463,7 +463,7 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
     return total * run.accumulation / run.pp / run.cp
 
 
-def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
+def fastest_kernel(run: Run, kernel: str, gpu: GPU) -> str:
     """Return the kernel that runs. This is `kernel`, except that two others may replace "flash".
 
     "cudnn" runs where SDPA prefers cuDNN's attention, if torch comes with a cuDNN newer than 9.15, as its wheels for
@@ -472,10 +472,10 @@ def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
     """
     if kernel != "flash":
         return kernel
-    if card.vendor == "AMD":
+    if gpu.vendor == "AMD":
         own = stack_of(run).own_kernels or (run.attention == "flash" and not stack_of(run).lists_kernels)
         return "ck" if own else kernel
-    return "cudnn" if run.attention == "sdpa" and card.prefers_cudnn_attention else kernel
+    return "cudnn" if run.attention == "sdpa" and gpu.prefers_cudnn_attention else kernel
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:

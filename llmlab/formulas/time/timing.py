@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import exp, hypot, log
+from typing import NamedTuple
 
 from ...base.errors import NotAvailable
 from ...base.notes import Note
 from ...hardware.gpu import GPU
 from ...hardware.links import GIVEN, Cluster, Rates, pcie_rates
 from ...hardware.links import cluster as cluster_of
+from ...specs.check import has_formulas
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training, stack_of
 from ..memory.share import attention_kernel, masked_layers
 from ..uncounted import uncounted
-from .distributed import Step, computation, step
+from .distributed import Computation, computation, step
 from .efficiency import Efficiency, efficiencies
-from .flops import Flops, head_sizes
+from .flops import head_sizes
 from .host import STAGES, hook_seconds, hook_spread, host_seconds, python_seconds
 from .kernels import Kernels, kernels, training_rates
 from .offload import Waiting, waiting
@@ -73,105 +75,125 @@ class Timing:
 
 
 def timing(
-    spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None = None, traced: Traced | None = None
+    spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None = None, traced: Traced | None = None
 ) -> Timing:
-    """Return the time of a step of `run` on `card`, or of a generation, which has `seconds` only. The passes and the
+    """Return the time of a step of `run` on `gpu`, or of a generation, which has `seconds` only. The passes and the
     update of a `traced` step replace those of the formulas, which still count its communication."""
-    result = _timing(spec, run, card, cluster, traced)
+    result = _timing(spec, run, gpu, cluster, traced)
     return result if traced else replace(result, notes=(*result.notes, *uncounted(spec, run)))
 
 
-def _timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None, traced: Traced | None) -> Timing:
-    if card is None:
-        return Timing()
-    if card.by_memory:
-        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {card.name} names no GPU model."),))
-    if not isinstance(run, Training):
-        return Timing(step_seconds(spec, run, card))
-    gpu_kernels, nodes, rates, node_spread, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""
-    on_host, notes = Waiting(0.0, 0.0, 0.0), list[Note]()
-    # A trace has the operators of hooks, compiled graphs and Megatron-LM's layers, but not the time of their Python.
-    if traced:
-        # Rates fitted to whole steps, which were checkpointed, include this time in that of operators.
-        host = traced.passes.host + (0.0 if gpu_kernels.kind == "fitted" else python_seconds(spec, run))
-        if hook_seconds(spec, run, gpu_kernels.host) or stack_of(run).own_kernels:
-            host = max(host, host_seconds(spec, run, gpu_kernels.host) + host_waits(run, traced.passes))
-        host = max(host, traced.passes.card + traced.waited)  # the GPU may wait in a part of the passes only
-        traced = traced._replace(passes=traced.passes._replace(host=host))
-    shapes = outside(spec, run, gpu_kernels)
-    if traced and shapes.maybe_less_s:  # a trace times matmuls as if their rows were aligned
-        products = dict(traced.passes.products)
-        products["head"] = products.get("head", 0.0) + shapes.maybe_less_s
-        traced = traced._replace(passes=traced.passes._replace(products=products))
-    try:
-        known = computation(spec, run, card, traced)
-        if known.passes is None:
-            reason = f"the {card.name} has no {peak_dtype(run)} units"
-            return Timing(notes=(Note("time-unknown", f"The step time is unknown: {reason}."),))
-        if run.offload:
-            on_host = waiting(spec, run, card, known.passes.seconds)
-        if run.world_size == 1:
-            parts, hidden, unnamed = _alone(run, known.passes, known.update), 0.0, 0.0
-            layer = _layer(spec, run, known.counted, parts)
-        else:
-            nodes = nodes or _usual_nodes(card)
-            rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
-            terms = step(spec, run, card, nodes, traced=traced, known=known)
-    except NotAvailable as error:
-        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {error}."),))
-    if nodes and run.world_size > 1:
-        several = run.world_size > nodes.gpus
-        parts, notes = _of(run, terms), list(_interconnect(several, nodes, rates))
-        hidden, unnamed = terms.data_sent - terms.data_exposed, terms.data_maybe_exposed
-        if rates:
-            slow, fast = (step(spec, run, card, nodes.reaching(rate), traced=traced, known=known)
-                          for rate in (rates.slow, rates.fast))  # fmt: skip
-            node_spread = _nodes_apart(terms, slow, fast)
-        busy, overlap, why = _held_up(run, nodes)
-        if why:
-            busy_step = step(spec, run, card, busy, overlap, traced=traced, known=known)
-            held_up = (busy_step.seconds + busy_step.data_maybe_exposed) / (terms.seconds + terms.data_maybe_exposed)
-        layer = {name: value for name, value in terms.layer.items() if value}
-    seconds = sum(parts.values())
-    spread = _spread(run, gpu_kernels, shapes.extrapolated_s / seconds)
-    # One GPU waits for the training loop: the next batch, logging, reading the loss.
-    waited = 1 + (float(training_rates()["loop"]["seconds"]) / seconds if run.world_size == 1 else 0.0)
-    # The spreads of nodes, networks and loops are independent of that of kernels.
-    quicker = exp(hypot(spread, log(node_spread[0])))
-    factor = exp(hypot(spread, log(node_spread[1]), log(held_up), log(waited)))
-    rest = seconds - on_host.seconds
-    longest = factor * (rest + unnamed) + on_host.most
-    if run.world_size > 1:  # an engine for several GPUs adds time of its own to each step
-        longest += float(training_rates()["engine"]["seconds"])
-    if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
-        few = replace(nodes, adapters=max(1, nodes.adapters // FEWER_ADAPTERS))
-        slower = step(spec, run, card, few, traced=traced, known=known).seconds
-        longest = max(longest, slower)
-        if slower > factor * seconds:
+class _Parts(NamedTuple):
+    """The seconds of a step by part, and the factors between which other networks and nodes change them.
+
+    `unnamed`: additional seconds that an unnamed engine may expose. `faster` and `slower`: the factors between nodes
+    whose links reach the 90th and the 10th percentile, and the median node. `held_up`: the factor with a slower
+    network or without overlap, because of `why`. `few_adapters`: the cluster with fewer network adapters, and the
+    seconds of its step.
+    """
+
+    seconds: Mapping[str, float]
+    layer: Mapping[str, float]
+    nodes: Cluster | None = None
+    rates: Rates | None = None
+    hidden: float = 0.0
+    unnamed: float = 0.0
+    faster: float = 1.0
+    slower: float = 1.0
+    held_up: float = 1.0
+    why: str = ""
+    few_adapters: tuple[Cluster, float] | None = None
+
+    @property
+    def given_links(self) -> bool:
+        nodes = self.nodes
+        return nodes is not None and not self.rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN)
+
+    def notes(self, run: Training, factor: float, spread: float) -> Iterator[Note]:
+        """Yield the notes on how ranks are connected, and on conditions that make a step longer than `factor` and
+        `spread` of its kernels say."""
+        if self.nodes:
+            yield from _interconnect(run.world_size > self.nodes.gpus, self.nodes, self.rates)
+        seconds = sum(self.seconds.values())
+        if self.few_adapters and self.few_adapters[1] > factor * seconds:
+            few, slower = self.few_adapters
             times = f"{slower / seconds:.1f} times as long"
             fewer = f"With {few.adapters} network adapters per node, as some clouds have, a step takes {times}"
-            notes.append(Note("fewer-adapters", f"{fewer}; give yours as --adapters (in Python cluster=)."))
-    if held_up > exp(spread):
-        notes.append(Note("slower-communication", f"A step can take {held_up:.1f} times as long: {why}."))
-    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
+            yield Note("fewer-adapters", f"{fewer}; give yours as --adapters (in Python cluster=).")
+        if self.held_up > exp(spread):
+            yield Note("slower-communication", f"A step can take {self.held_up:.1f} times as long: {self.why}.")
+
+
+def _timing(spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None, traced: Traced | None) -> Timing:
+    if gpu is None:
+        return Timing()
+    if gpu.by_memory:
+        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {gpu.name} names no GPU model."),))
+    if not isinstance(run, Training):
+        return Timing(step_seconds(spec, run, gpu))
+    gpu_kernels = kernels(gpu)
+    shapes = outside(spec, run, gpu_kernels)
+    if traced:
+        traced = traced._replace(passes=_with_python(spec, run, gpu_kernels, shapes, traced))
+    try:
+        known = computation(spec, run, gpu, traced)
+        on_host = waiting(spec, run, gpu, known.passes.seconds) if run.offload else Waiting(0.0, 0.0, 0.0)
+        parts = _on_one(spec, run, known) if run.world_size == 1 else _on_several(spec, run, gpu, cluster, known)
+    except NotAvailable as error:
+        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {error}."),))
+    seconds = sum(parts.seconds.values())
+    spread = _spread(run, gpu_kernels, shapes.extrapolated_s / seconds)
+    # One GPU waits for the training loop: the next batch, logging, reading the loss. An engine for several GPUs adds
+    # time of its own to each step.
+    waited, engine = 1 + float(training_rates()["loop"]["seconds"]) / seconds, 0.0
+    if run.world_size > 1:
+        waited, engine = 1.0, float(training_rates()["engine"]["seconds"])
+    # The spreads of nodes, networks and loops are independent of that of kernels.
+    quicker = exp(hypot(spread, log(parts.faster)))
+    factor = exp(hypot(spread, log(parts.slower), log(parts.held_up), log(waited)))
+    rest = seconds - on_host.seconds
+    longest = factor * (rest + parts.unnamed) + on_host.most + engine
+    if parts.few_adapters:
+        longest = max(longest, parts.few_adapters[1])
+    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, gpu), gpu)
     slower = gpu_kernels.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
-    sources = _sources(run, gpu_kernels, parts, kernel, slower, shapes)
-    other, older = _older_attention(spec, run, gpu_kernels, kernel, parts.get("attention", 0.0))
+    sources, notes = _sources(run, gpu_kernels, parts.seconds, kernel, slower, shapes), parts.notes(run, factor, spread)
+    other, older = _older_attention(spec, run, gpu_kernels, kernel, parts.seconds.get("attention", 0.0))
     if older:
         sources["attention"] += f"; with {FUSED[other]}, which torch uses with cuDNN up to 9.15, {older:.2g} s more"
-    if nodes and not rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN):
+    if parts.given_links:
         sources.update({name: "the links that were given" for name in SENT if name in sources})
-    host_less_s, host_more_s = _other_hosts(spec, run, gpu_kernels.host, parts, host_waits(run, known.passes))
+    waits = host_waits(run, known.passes)
+    host_less_s, host_more_s = _other_hosts(spec, run, gpu_kernels.host, parts.seconds, waits)
     low = min(rest / quicker, rest - host_less_s) - shapes.maybe_less_s + on_host.least
     high = max(longest, seconds + host_more_s) + shapes.maybe_more_s + older
-    if not (spec.has_formulas or traced):
+    if not (has_formulas(spec, run) or traced):
         low, high = low / PLAIN, high * PLAIN
+    hidden = {"data": parts.hidden} if parts.hidden else {}
     if on_host.host:
         sources["offload"] = on_host.host.source or "the median of nodes.toml"
+    return Timing(seconds, low, high, parts.seconds, sources, hidden, parts.layer, (*notes, *_host_memory(on_host)))
+
+
+def _with_python(spec: ModelSpec, run: Training, gpu_kernels: Kernels, shapes: Outside, traced: Traced) -> Passes:
+    """Return the passes of a trace, which has the operators of hooks, compiled graphs and Megatron-LM's layers, with
+    the time of their Python, and with the time of matmuls whose rows are not aligned."""
+    # Rates fitted to whole steps, which were checkpointed, include this time in that of operators.
+    host = traced.passes.host + (0.0 if gpu_kernels.kind == "fitted" else python_seconds(spec, run))
+    if hook_seconds(spec, run, gpu_kernels.host) or stack_of(run).own_kernels:
+        host = max(host, host_seconds(spec, run, gpu_kernels.host) + host_waits(run, traced.passes))
+    host = max(host, traced.passes.gpu + traced.waited)  # the GPU may wait in a part of the passes only
+    products = dict(traced.passes.products)
+    if shapes.maybe_less_s:
+        products["head"] = products.get("head", 0.0) + shapes.maybe_less_s
+    return traced.passes._replace(host=host, products=products)
+
+
+def _host_memory(on_host: Waiting) -> Iterator[Note]:
+    if on_host.host:
         waits = f"In each step the GPUs wait {on_host.seconds:.2g} s for host memory, assuming {on_host.host.name}"
         host_range = f"{on_host.least:.2g} to {on_host.most:.2g} s"
-        notes.append(Note("host-memory", f"{waits}; other hosts take {host_range}."))
-    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, tuple(notes))
+        yield Note("host-memory", f"{waits}; other hosts take {host_range}.")
 
 
 def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | None, str]:
@@ -192,13 +214,6 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
         overlap = ()
         why.append("DeepSpeed's ZeRO-3 may overlap no communication with computation")
     return nodes, overlap, ", and ".join(why)
-
-
-def _nodes_apart(terms: Step, slow: Step, fast: Step) -> tuple[float, float]:
-    """Return by what factor a step is faster on the node at the 90th percentile of published ones than on the median
-    node, and by what factor slower at the 10th."""
-    longest = (slow.seconds + slow.data_maybe_exposed) / (terms.seconds + terms.data_maybe_exposed)
-    return terms.seconds / fast.seconds, longest
 
 
 def _spread(run: Training, gpu_kernels: Kernels, extrapolated_share: float) -> float:
@@ -274,29 +289,57 @@ def _hosts_apart() -> float:
     return max(times) / min(times)
 
 
-def _alone(run: Training, passed: Passes, update: float) -> dict[str, float]:
-    """Return the seconds of the parts of a step on one device; parts that take no time are left out."""
-    parts = {
+def _on_one(spec: ModelSpec, run: Training, known: Computation) -> _Parts:
+    """Return the parts of a step on one device; those that take no time are left out. A layer's forward and backward
+    computation is an equal share of the passes, including the head and the loss."""
+    passed = known.passes
+    times = {
         "products": sum(passed.products.values()),
         "attention": passed.attention,
         "elementwise": passed.elementwise + passed.loss,
-        "launches": passed.seconds - passed.card,
-        "offload" if run.offload else "optimizer": update,
+        "launches": passed.seconds - passed.gpu,
+        "offload" if run.offload else "optimizer": known.update,
     }
-    return {name: value for name, value in parts.items() if value}
-
-
-def _layer(spec: ModelSpec, run: Training, counted: Flops, parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a layer's forward and backward computation in a micro-batch on one device: an equal share
-    of the passes, including the head and the loss."""
+    parts = {name: value for name, value in times.items() if value}
     computed = sum([parts.get(name, 0.0) for name in COMPUTED]) / run.accumulation / spec.layers
-    forward = counted.forward / counted.total
-    return {"forward": forward * computed, "backward": (1 - forward) * computed}
+    forward = known.counted.forward / known.counted.total
+    return _Parts(parts, {"forward": forward * computed, "backward": (1 - forward) * computed})
 
 
-def _of(run: Training, terms: Step) -> dict[str, float]:
+def _on_several(
+    spec: ModelSpec, run: Training, gpu: GPU, cluster: Cluster | None, known: Computation
+) -> _Parts:  # fmt: skip
+    """Return the parts of a step on several GPUs, and what other nodes and networks change."""
+    nodes = cluster or _usual_nodes(gpu)
+    rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), gpu.peer_access)
+    on = partial(step, spec, run, gpu, known=known)
+    terms = on(nodes)
+    longest = terms.seconds + terms.data_maybe_exposed
+    faster, slower, held_up, few_adapters = 1.0, 1.0, 1.0, None
+    if rates:
+        slow, fast = on(nodes.reaching(rates.slow)), on(nodes.reaching(rates.fast))
+        faster, slower = terms.seconds / fast.seconds, (slow.seconds + slow.data_maybe_exposed) / longest
+    busy, overlap, why = _held_up(run, nodes)
+    if why:
+        busy_step = on(busy, overlap)
+        held_up = (busy_step.seconds + busy_step.data_maybe_exposed) / longest
+    if cluster is None and nodes.across and run.world_size > nodes.gpus:
+        few = replace(nodes, adapters=max(1, nodes.adapters // FEWER_ADAPTERS))
+        few_adapters = (few, on(few).seconds)
     values = {"offload" if run.offload else "optimizer": terms.update, **terms._asdict()}
-    return {name: values[name] for name in PARTS if values.get(name)}
+    return _Parts(
+        seconds={name: values[name] for name in PARTS if values.get(name)},
+        layer={name: value for name, value in terms.layer.items() if value},
+        nodes=nodes,
+        rates=rates,
+        hidden=terms.data_sent - terms.data_exposed,
+        unnamed=terms.data_maybe_exposed,
+        faster=faster,
+        slower=slower,
+        held_up=held_up,
+        why=why,
+        few_adapters=few_adapters,
+    )
 
 
 _usual_nodes = cache(cluster_of)
@@ -335,7 +378,7 @@ def _sources(
             texts["products"] += f"; {min(1.0, share):.0%} of it extrapolated beyond the measured sizes"
         if (share := shapes.misaligned_s / parts["products"]) > LITTLE:
             rows = f"on rows that are no multiple of {ALIGNED}"
-            timed, times = misaligned_factor(gpu_kernels.card)
+            timed, times = misaligned_factor(gpu_kernels.gpu)
             take = "which take" if timed else "which may take"
             texts["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {times:.0f} times as long"
     if "attention" not in texts or not gpu_kernels.table:

@@ -54,6 +54,11 @@ class AllocatorOutOfMemory(MemoryError):
         state = f"{show_bytes(reserved)} of {show_bytes(capacity)} are reserved, {show_bytes(allocated)} allocated"
         super().__init__(f"no room for a segment of {show_bytes(segment)}: {state}")
 
+    @property
+    def lacked(self) -> int:
+        """The bytes by which the segment exceeds the memory that the driver has left below the limit."""
+        return self.segment - (self.capacity - self.reserved)
+
     def as_torch_says(self) -> str:
         """Return the message of c10/cuda/CUDACachingAllocator.cpp, malloc (torch 2.13)."""
         return (

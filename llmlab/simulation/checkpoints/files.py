@@ -190,11 +190,11 @@ class Checkpoints:
     # ---- files
 
     def _load_real(self, f: Any, map_location: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        on_card: set[int] = set()
+        on_gpu: set[int] = set()
 
         def note_device(storage: Any, tag: str) -> Any:
             if place_of(map_location, tag) == "cuda":
-                on_card.add(storage.data_ptr())
+                on_gpu.add(storage.data_ptr())
             return storage
 
         self.plain = True
@@ -206,11 +206,11 @@ class Checkpoints:
         bases: dict[tuple[int, str], Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage().data_ptr() in on_card:
+            if tensor.untyped_storage().data_ptr() in on_gpu:
                 return self._tensor(record(tensor), "cuda", bases)
             return tensor
 
-        return with_tensors(content, move) if on_card else content
+        return with_tensors(content, move) if on_gpu else content
 
 
 def _loaded(content: bytes) -> Any:

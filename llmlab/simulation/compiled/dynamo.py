@@ -138,8 +138,8 @@ def tracing(gpu: SimulatedGPU) -> Iterator[None]:
 
     def device_hint(tensor: Any) -> str:
         """Answer "cuda" to meta functions, some of which accept fewer dtypes on a CPU."""
-        on_card = isinstance(tensor, FakeTensor) and tensor.fake_device == GPU_DEVICE
-        return CARD.type if on_card else hint(tensor)
+        on_gpu = isinstance(tensor, FakeTensor) and tensor.fake_device == GPU_DEVICE
+        return CARD.type if on_gpu else hint(tensor)
 
     real_to = FunctionalTensor.to
 

@@ -77,12 +77,12 @@ def moved(parameters: HostParameters) -> Iterator[None]:
 def _managed(parameters: HostParameters, real: Callable[..., Any]) -> Callable[..., Any]:
     """FSDP2's _get_managed_states, which lists the tensors to move: we move them to the GPU before."""
 
-    def to_card(tensor: Tensor) -> Tensor:
+    def to_gpu(tensor: Tensor) -> Tensor:
         return tensor if tensor.is_meta else tensor.to(GPU_DEVICE)
 
     def managed(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
         for module in modules:
-            parameters.move(module, to_card)
+            parameters.move(module, to_gpu)
         return real(modules, *args, **kwargs)
 
     return managed

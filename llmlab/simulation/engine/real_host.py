@@ -58,8 +58,8 @@ class RealHost:
         tensors: list[Tensor] = []
         _collect(args, tensors)
         _collect(kwargs.values(), tensors)
-        on_card = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not on_card and kwargs.get("device") != GPU_DEVICE and (tensors or not asked_by(OFFLOADING)):
+        on_gpu = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not on_gpu and kwargs.get("device") != GPU_DEVICE and (tensors or not asked_by(OFFLOADING)):
             with disable_current_modes():
                 done = func(*args, **kwargs)
             if func.namespace in COLLECTIVES:
@@ -67,7 +67,7 @@ class RealHost:
             return done
         if self.assume is not None and not initializing():
             _assume(tensors, self.assume)
-        if on_card and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
+        if on_gpu and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
             return _overwrite(func, args, self.assume)
         return self._simulate(simulate, fake, func, args, kwargs, tensors)
 

@@ -122,10 +122,10 @@ def reached(func: Any, args: tuple, kwargs: dict[str, Any]) -> Reached:
     return Reached(func, dtypes, next((arg for arg in values if isinstance(arg, torch.dtype)), None))
 
 
-def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor], bool]) -> None:
-    """Register CUDA's policies in `library` for the tensors that are `on_card`."""
+def impl_cuda_autocast(library: torch.library.Library, on_gpu: Callable[[Tensor], bool]) -> None:
+    """Register CUDA's policies in `library` for the tensors that are `on_gpu`."""
     cuda, cpu = policies("cuda"), policies("cpu")
-    kernels = {name: _kernel(operator(name), cuda[name], on_card) for name in cuda if cpu.get(name) != cuda[name]}
+    kernels = {name: _kernel(operator(name), cuda[name], on_gpu) for name in cuda if cpu.get(name) != cuda[name]}
     kernels |= dict.fromkeys(cpu.keys() - cuda.keys(), torch.library.fallthrough_kernel)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # about overridden kernels
@@ -133,7 +133,7 @@ def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor
             library.impl(name.removeprefix("aten::"), kernel, "AutocastCPU")
 
 
-def _kernel(op: Any, policy: Policy, on_card: Callable[[Tensor], bool]) -> Callable[..., Any]:
+def _kernel(op: Any, policy: Policy, on_gpu: Callable[[Tensor], bool]) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
     # The dispatcher omits arguments that equal their default, but the operator called instead may lack that default.
     defaults = {
@@ -141,7 +141,7 @@ def _kernel(op: Any, policy: Policy, on_card: Callable[[Tensor], bool]) -> Calla
     }
 
     def casts(tensor: Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.dtype != torch.float64 and on_card(tensor)
+        return tensor.is_floating_point() and tensor.dtype != torch.float64 and on_gpu(tensor)
 
     def wide(tensor: Tensor) -> Tensor:
         return tensor.float() if casts(tensor) else tensor

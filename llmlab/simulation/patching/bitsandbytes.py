@@ -16,8 +16,8 @@ from ...base.compat import FakeTensor, check, parse_to
 
 
 @contextmanager
-def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
-    """Let the 4-bit and 8-bit parameters of bitsandbytes be fake tensors; with `on_card`, its linear layers do not use
+def fake_bitsandbytes(on_gpu: bool) -> Iterator[None]:
+    """Let the 4-bit and 8-bit parameters of bitsandbytes be fake tensors; with `on_gpu`, its linear layers do not use
     the kernels of this CPU."""
     if find_spec("bitsandbytes") is None:
         yield
@@ -38,7 +38,7 @@ def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
         patch(bitsandbytes.functional, "optimizer_update_32bit", update)
         # The table of 8-bit values, which bitsandbytes creates once per process and keeps on the GPU.
         stack.enter_context(mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True))
-        if on_card:
+        if on_gpu:
             patch(modules, "has_avx512bf16", lambda: False)
             patch(bitsandbytes, "matmul", _matmul)
         yield

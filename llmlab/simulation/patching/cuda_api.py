@@ -156,26 +156,28 @@ def _properties(gpu: GPU) -> _CudaDeviceProperties:
     )
 
 
-def _device(card: SimulatedGPU) -> dict[str, Any]:
-    gpu, properties = card.gpu, _properties(card.gpu)
+def _device(simulated: SimulatedGPU) -> dict[str, Any]:
+    gpu, properties = simulated.gpu, _properties(simulated.gpu)
     runtime = SimpleNamespace(
-        cudaProfilerStart=nothing, cudaProfilerStop=nothing, cudaMemGetInfo=lambda device=0: (card.free, gpu.memory)
+        cudaProfilerStart=nothing,
+        cudaProfilerStop=nothing,
+        cudaMemGetInfo=lambda device=0: (simulated.free, gpu.memory),
     )
 
     def get_device_properties(device: Any = None) -> SimpleNamespace:
-        check_index(device, card.local_ranks)
+        check_index(device, simulated.local_ranks)
         return properties
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
         return including_emulation or capability_of(gpu) >= BF16_CAPABILITY  # torch: any GPU can emulate bf16
 
     return {
-        "is_available": lambda: not card.hidden,
+        "is_available": lambda: not simulated.hidden,
         "is_initialized": lambda: True,
         "init": nothing,
         "_lazy_init": nothing,
         "_lazy_call": nothing,
-        "device_count": lambda: card.local_ranks,
+        "device_count": lambda: simulated.local_ranks,
         "current_device": lambda: 0,
         "set_device": lambda device: check_index(device) and None,
         "_exchange_device": lambda index: check_index(index) if index >= 0 else -1,
@@ -192,7 +194,7 @@ def _device(card: SimulatedGPU) -> dict[str, Any]:
         "set_sync_debug_mode": nothing,
         "cudart": lambda: runtime,
         "can_device_access_peer": lambda device, peer_device: False,
-        "device_memory_used": lambda device=None: check_index(device) + gpu.memory - card.free,
+        "device_memory_used": lambda device=None: check_index(device) + gpu.memory - simulated.free,
         **dict.fromkeys(SENSORS, lambda device=None: Unknown(PLACEHOLDER)),
         **{name: _refused(name) for name in NEED_DRIVER},
     }

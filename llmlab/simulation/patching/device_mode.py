@@ -29,11 +29,11 @@ from ..engine.real_host import RealHost
 from ..values.known import VALUES_LIMIT, forget, know, known
 from ..values.placeholders import (
     PLACEHOLDER,
-    UNKNOWN,
     Unknown,
     Whole,
     asked_by_torch,
     decided,
+    format_unknown,
     initializing,
     refuse,
     value_for,
@@ -42,7 +42,7 @@ from ..values.placeholders import (
 )
 from .cuda_api import check_index
 from .dtensors import of_dtensors
-from .patches import made_on_card, on_card, set_data
+from .patches import made_on_gpu, on_gpu, set_data
 from .tensor_types import legacy_type
 
 CARD = torch.device("cuda", 0)
@@ -82,9 +82,9 @@ class Redirect(TorchFunctionMode):
             Tensor.cuda: self._cuda,
             Tensor.pin_memory: _pin_memory,
             Tensor.is_pinned: lambda tensor, *device: getattr(tensor, "simulated_pin", False),
-            tensor_type.is_cuda.__get__: lambda tensor: on_card(tensor),
-            tensor_type.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
-            Tensor.get_device: lambda tensor: 0 if on_card(tensor) else -1,
+            tensor_type.is_cuda.__get__: lambda tensor: on_gpu(tensor),
+            tensor_type.is_cpu.__get__: lambda tensor: not on_gpu(tensor) and tensor.device.type == "cpu",
+            Tensor.get_device: lambda tensor: 0 if on_gpu(tensor) else -1,
             Tensor.new_tensor: _new_tensor,
             Tensor.type: _type,
             Tensor.item: self._item,
@@ -147,7 +147,7 @@ class Redirect(TorchFunctionMode):
             if args and type(args[0]) in (list, tuple):
                 args = (self._numbers(args[0]), *args[1:])
             if kwargs.get("device") == GPU_DEVICE:
-                tensor = made_on_card(func, *args, **kwargs)
+                tensor = made_on_gpu(func, *args, **kwargs)
                 if _holds_unknown(args[0]):
                     forget(tensor)
                 return tensor
@@ -307,7 +307,7 @@ class Redirect(TorchFunctionMode):
         return self._values(tensor, "Tensor.tolist").tolist()
 
     def _numpy(self, tensor: Tensor, *, force: bool = False) -> Any:
-        if on_card(tensor) and not force:
+        if on_gpu(tensor) and not force:
             raise TypeError(
                 "can't convert cuda:0 device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
@@ -428,7 +428,7 @@ def _new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None
 
 
 def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
-    if on_card(tensor):
+    if on_gpu(tensor):
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
     pinned: Any = tensor.clone()
     pinned.simulated_pin = True
@@ -439,7 +439,7 @@ def _type(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     if dtype is None:
         with DisableTorchFunction():
             name = tensor.type()
-        return name.replace("torch.", "torch.cuda.") if on_card(tensor) else name
+        return name.replace("torch.", "torch.cuda.") if on_gpu(tensor) else name
     legacy = legacy_type(dtype)
     return tensor.type(dtype, *args, **kwargs) if legacy is None else tensor.to(GPU_DEVICE, legacy)
 
@@ -450,10 +450,10 @@ def _repr(tensor: Tensor, **kwargs: Any) -> str:
     if value is not None:
         text = repr(value)[len("tensor(") : -1]
     else:
-        text = UNKNOWN if not tensor.dim() else f"{UNKNOWN}, size={tuple(tensor.shape)}"
+        text = format_unknown("") + (f", size={tuple(tensor.shape)}" if tensor.dim() else "")
         if tensor.dtype not in (torch.float32, torch.int64, torch.bool):
             text += f", dtype={tensor.dtype}"
-    device = ", device='cuda:0'" if on_card(tensor) else ""
+    device = ", device='cuda:0'" if on_gpu(tensor) else ""
     grad = f", grad_fn=<{type(tensor.grad_fn).__name__}>" if tensor.grad_fn is not None else ""
     grad = grad or (", requires_grad=True" if tensor.requires_grad else "")
     head = "Parameter containing:\n" if isinstance(tensor, nn.Parameter) else ""

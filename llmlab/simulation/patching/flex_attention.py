@@ -22,7 +22,7 @@ from ...base.errors import NotAvailable
 from ...base.notes import Note
 from ..engine.engine import Engine
 from ..values.placeholders import located
-from .patches import on_card
+from .patches import on_gpu
 
 DENSE = DispatchKey.CompositeExplicitAutograd
 MODULE = "torch.nn.attention.flex_attention"
@@ -40,7 +40,7 @@ def flex_attention_unfused(engine: Engine) -> Iterator[None]:
     real = type(operator).__call__
 
     def call(self: Any, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, *options: Any) -> Any:
-        if sys._getframe(1).f_code.co_name != CALLER or not on_card(query):
+        if sys._getframe(1).f_code.co_name != CALLER or not on_gpu(query):
             return real(self, query, key, value, score_mod, mask, *options)
         _check(score_mod, mask[-1])
         engine.remark(WRITTEN_OUT)

@@ -48,7 +48,7 @@ from .patches import (
     full_beams,
     no_end_of_sequence,
     note_recurrent_layers,
-    tensors_on_card,
+    tensors_on_gpu,
 )
 
 ENVIRONMENT = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers loads weights in this thread
@@ -66,7 +66,7 @@ def installed(gpu: SimulatedGPU) -> Iterator[None]:
             stack.enter_context(mock.patch.object(sys.modules[module], name, function))
 
         def bitsandbytes() -> None:
-            stack.enter_context(fake_bitsandbytes(on_card=True))
+            stack.enter_context(fake_bitsandbytes(on_gpu=True))
             put("bitsandbytes.functional", "get_paged", _paged(gpu.engine))
             for name in ("fill", "prefetch_tensor"):
                 put("bitsandbytes.functional", name, nothing)
@@ -95,7 +95,7 @@ def installed(gpu: SimulatedGPU) -> Iterator[None]:
         stack.enter_context(cuda_operators(capability))
         stack.enter_context(note_recurrent_layers(gpu.engine))
         if gpu.engine.host is None:  # else a function mode sees torch.tensor
-            stack.enter_context(tensors_on_card())
+            stack.enter_context(tensors_on_gpu())
         stack.enter_context(cuda_api(gpu))
         stack.enter_context(profiled_as_host())
         stack.enter_context(default_device())

@@ -148,7 +148,7 @@ def note_recurrent_layers(engine: Engine) -> AbstractContextManager:
         real = getattr(VF, name)
 
         def layer(x: Tensor, *args: Any) -> Any:
-            if on_card(x):
+            if on_gpu(x):
                 engine.uncounted.setdefault("cuDNN", f"torch.{name} (one cuDNN kernel, simulated as several operators)")
             return real(x, *args)
 
@@ -177,7 +177,7 @@ def cuda_operators(capability: Capability) -> Iterator[None]:
             library.impl(name, kernel, "AutogradCPU")
         for name, kernel in FAKE_KERNELS.items():
             library.impl(name, kernel, "Meta")
-        impl_cuda_autocast(library, on_card)
+        impl_cuda_autocast(library, on_gpu)
         patched = lambda: [*foreach(), "cpu"]  # noqa: E731
         stack.enter_context(mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", patched))
         capturable = optimizers._get_capturable_supported_devices
@@ -191,7 +191,7 @@ def cuda_operators(capability: Capability) -> Iterator[None]:
         yield
 
 
-def made_on_card(
+def made_on_gpu(
     make: Callable[..., Tensor], data: Any, *args: Any, requires_grad: bool = False, **kwargs: Any
 ) -> Tensor:
     """Return a tensor of `make`, such as torch.tensor, on the GPU: created on the host and copied, as on CUDA."""
@@ -203,16 +203,16 @@ def made_on_card(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def tensors_on_card() -> AbstractContextManager:
+def tensors_on_gpu() -> AbstractContextManager:
     """Let torch.tensor create tensors on the GPU; for "cpu:0" torch itself would create them on the host. Scalars in
     fake tensors are read, as torch reads those in real tensors."""
     symbol("torch.utils._device._device_constructors")()  # its first call is cached, and must see torch's own function
     real = torch.tensor
 
     def tensor(data: Any, **kwargs: Any) -> Tensor:
-        on_card = kwargs.get("device") is not None and torch.device(kwargs["device"]) == GPU_DEVICE
+        on_gpu = kwargs.get("device") is not None and torch.device(kwargs["device"]) == GPU_DEVICE
         data = _numbers(data)
-        return made_on_card(real, data, **kwargs) if on_card else real(data, **kwargs)
+        return made_on_gpu(real, data, **kwargs) if on_gpu else real(data, **kwargs)
 
     return mock.patch.object(torch, "tensor", tensor)
 
@@ -235,7 +235,7 @@ def count_random_states(engine: Engine) -> AbstractContextManager:
     return mock.patch.object(torch, "get_rng_state", get_rng_state)
 
 
-def on_card(tensor: Tensor) -> bool:
+def on_gpu(tensor: Tensor) -> bool:
     """Return whether `tensor` is fake and on the simulated GPU, also while AOTAutograd traces it. For a DTensor, this
     rank's part decides."""
     part = tensor if isinstance(tensor, (FakeTensor, FunctionalTensor)) else getattr(tensor, "_local_tensor", None)
@@ -253,7 +253,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """native/Dropout.cpp: on CUDA dropout is one kernel, whose mask needs 1 byte per element."""
-    if not on_card(x) or not 0 < p < 1 or not train or not x.numel():
+    if not on_gpu(x) or not 0 < p < 1 or not train or not x.numel():
         return aten.dropout.default._op_dk(COMPOSITE, x, p, train)
     return aten.native_dropout(x, p, train)[0]
 
@@ -261,7 +261,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 def _softmax(composite: Any, kernel: Any) -> Callable[..., Tensor]:
     def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """native/SoftMax.cpp: on CUDA the kernel itself converts fp16 to fp32; other casts come first, as on a CPU."""
-        if on_card(x) and x.dtype == torch.float16 and dtype == torch.float32:
+        if on_gpu(x) and x.dtype == torch.float16 and dtype == torch.float32:
             return kernel(x, dim, True)
         return composite._op_dk(COMPOSITE, x, dim, dtype)
 
@@ -291,7 +291,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    if not on_card(x):
+    if not on_gpu(x):
         return aten._fused_rms_norm.default._op_dk(COMPOSITE, x, shape, weight, eps)
     return _FusedRMSNorm.apply(x, shape, weight, eps)
 
@@ -300,7 +300,7 @@ def _attention(capability: Capability) -> Callable[..., Tensor]:
     composite = aten.scaled_dot_product_attention.default
 
     def sdpa(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not on_card(query):
+        if not on_gpu(query):
             return composite._op_dk(COMPOSITE, query, *args, **kwargs)
         return attention(capability, query, *args, **kwargs)
 

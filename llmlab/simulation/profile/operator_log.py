@@ -147,7 +147,7 @@ class Operators(list):
             kind = "attention" if "attention" in kernel.kind else kernel.kind if kernel.kind == "matmul" else "memory"
             seconds = kernel_seconds(kernel, self._kernels.operators, self._grids)
             if seconds is None:
-                raise NotAvailable(f"{self._kernels.card.name} has no units for {kernel.kind} in {kernel.dtype}")
+                raise NotAvailable(f"{self._kernels.gpu.name} has no units for {kernel.kind} in {kernel.dtype}")
             name = kernel.name.split("::")[-1] + (f" {kernel.shape}" if kind == "matmul" else "")
             flop, moved, spent = sums.get((kind, name), (0.0, 0.0, 0.0))
             done = kernel.flops or (kernel.shape[0] if kernel.shape else 1)

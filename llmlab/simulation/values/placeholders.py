@@ -32,6 +32,7 @@ WAY_ROUND = (
     "compute it from Python numbers, shapes or tensors on the host; or set all numbers that are read with "
     "llmlab run --assume 1 (lab.simulator(..., assume=1.0)); or lab.measure it"
 )
+printed: Counter[str] = Counter()  # how often code formatted a value that is not known
 _loops: Counter[tuple[str, int]] = Counter()  # by line: how often a placeholder continued a loop
 CHECKED = "deepspeed.runtime."  # it compares norms with the ones that it sets for gradients that are not finite
 # By operator: the code that needs the values, and an alternative.
@@ -183,7 +184,19 @@ def value_for(dtype: torch.dtype, assume: float | None) -> Any:
     return bool(value) if dtype == torch.bool else int(value)
 
 
-class Unknown(float):
+class _Hidden:
+    """What is printed instead of a number that the simulation does not know."""
+
+    def __repr__(self) -> str:
+        return format_unknown("")
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format_unknown(spec)
+
+
+class Unknown(_Hidden, float):
     """A number that was read from the GPU. It can be used in arithmetic, printed, stored and compared, but not as a
     size."""
 
@@ -199,28 +212,12 @@ class Unknown(float):
     def __round__(self, digits: SupportsIndex | None = None, /) -> Any:  # round(float) without digits is an int
         return self
 
-    def __repr__(self) -> str:
-        return UNKNOWN
-
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return format_unknown(spec)
-
     def __reduce__(self) -> tuple:
         return float, (float.__add__(self, 0.0),)
 
 
-class Whole(int):
+class Whole(_Hidden, int):
     """An integer in a list that was read from the GPU. It can be shown, stored and compared, but is no tensor size."""
-
-    def __repr__(self) -> str:
-        return UNKNOWN
-
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return format_unknown(spec)
 
     def __reduce__(self) -> tuple:
         return int, (int.__add__(self, 0),)
@@ -267,6 +264,7 @@ _SPEC = re.compile(r"(?:(.)?([<>=^]))?[-+ ]?z?#?0?(\d+)?")
 
 def format_unknown(spec: str) -> str:
     """Return the sign for an unknown value, padded to the width of a format specification for a number."""
+    printed[UNKNOWN] += 1
     match = _SPEC.match(spec)
     assert match is not None  # all of it is optional
     fill, align, width = match.groups()

@@ -172,7 +172,7 @@ def test_smoothing_changes_no_output():
     x, weight = outlier_inputs(), normal(64, 128, seed=6)
     s = smoothquant.smoothing(weight, x)
     torch.testing.assert_close((x / s) @ (weight * s).T, x @ weight.T, rtol=1e-4, atol=1e-3)
-    before, after = smoothquant.activation_range(x), smoothquant.activation_range(x, s)
+    before, after = x.abs().amax(dim=0), (x / s).abs().amax(dim=0)
     assert before.max() / before.median() > 20 and after.max() / after.median() < 8
 
 

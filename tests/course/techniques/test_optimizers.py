@@ -1,6 +1,7 @@
 """Each update rule from scratch takes the same steps as the library's, and keeps the bytes that the formula says."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from llmlab.course.experiments.optimizers import update_beside
 from llmlab.course.techniques import optimizers as scratch
 from llmlab.course.techniques.learning_rate import clip_gradients, warmup_cosine, warmup_stable_decay
 from llmlab.course.techniques.memory_anatomy import model_states
@@ -212,31 +214,18 @@ def test_dynamic_values_reach_seven_powers_of_ten_and_linear_two():
     assert smallest[dynamic_code] < 1e-6 and smallest[linear_code] > 1e-3
 
 
-def mean_update(rule, ratio, **kwargs):
-    """Root mean square update in learning rates: (in the block of a gradient `ratio` times larger, in the other)."""
-    generator, w = torch.Generator().manual_seed(0), nn.Parameter(torch.zeros(512))
-    optimizer, squares = rule([w], lr=1.0, weight_decay=0.0, **kwargs), torch.zeros(512)
-    for step in range(150):
-        w.grad = torch.randn(512, generator=generator)
-        w.grad[0] *= ratio
-        before = w.detach().clone()
-        optimizer.step()
-        if step >= 100:
-            squares += (w.detach() - before) ** 2 / 50
-    return squares[1:256].mean().sqrt().item(), squares[256:].mean().sqrt().item()
-
-
 def test_an_outlier_sends_the_second_moments_of_its_block_to_zero():
     """Then the update is m / ε, which is not some percent but hundreds of times too large."""
-    sound = mean_update(scratch.AdamW, 1e4)
-    inside, outside = mean_update(AdamW8bit, 1e4, min_8bit_size=0)
+    block, other = slice(1, 256), slice(256, None)
+    sound = [update_beside(1e4, scratch.AdamW, where) for where in (block, other)]
+    in_8_bits = partial(update_beside, rule=AdamW8bit, min_8bit_size=0)
     assert sound[0] == pytest.approx(sound[1], rel=0.1), "32-bit Adam does not see the neighbour"
-    assert inside > 100 * sound[0]
-    assert outside == pytest.approx(sound[1], rel=0.05), "that is what the blocks are for"
-    assert mean_update(AdamW8bit, 1e4, min_8bit_size=0, block=512)[1] > 100 * sound[1]
-    assert mean_update(AdamW8bit, 100, min_8bit_size=0)[0] == pytest.approx(sound[0], rel=0.5), "what 8 bits stand"
-    assert mean_update(AdamW8bit, 100, min_8bit_size=0, code=linear_code)[0] > 100 * sound[0], "int8 does not"
-    assert mean_update(AdamW8bit, 1e4, min_8bit_size=0, bins=CPU_BINS)[0] < 0.1 * sound[0], "the CPU kernel stops"
+    assert in_8_bits(1e4) > 100 * sound[0]
+    assert in_8_bits(1e4, where=other) == pytest.approx(sound[1], rel=0.05), "that is what the blocks are for"
+    assert in_8_bits(1e4, where=other, block=512) > 100 * sound[1]
+    assert in_8_bits(100) == pytest.approx(sound[0], rel=0.5), "what 8 bits stand"
+    assert in_8_bits(100, code=linear_code) > 100 * sound[0], "int8 does not"
+    assert in_8_bits(1e4, bins=CPU_BINS) < 0.1 * sound[0], "the CPU kernel stops"
 
 
 # ---- memory

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from ....base.errors import SpecError
@@ -46,12 +45,6 @@ def linear_w8a8(inputs: Tensor, quantized: Quantized) -> Tensor:
     # float64 represents every sum of int8 products exactly, on every device; few devices have int8 matrix products
     sums = (x.codes.double() - x.zero) @ (quantized.codes.double() - quantized.zero).T
     return (sums * x.scale.double() * quantized.scale.double().T).to(inputs.dtype)
-
-
-def activation_range(inputs: Tensor, s: Tensor | None = None) -> Tensor:
-    """Return max|x| (I,) of each feature, before smoothing or, given `s`, after it."""
-    inputs = as_matrix(inputs, "inputs")
-    return (inputs if s is None else inputs / s).abs().amax(dim=0).to(torch.float32)
 
 
 class SmoothLinear(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....base.errors import NotAvailable
+from ....base.terms import FP8
 from ....specs.stacks import Torchtitan
 from ..fsdp import own_unit
 from ..share import Share
@@ -303,9 +304,52 @@ def _table(positions: str, times: float) -> Kept:
     return Kept(f"rotation: cosines and sines at {positions} positions", "q, k, v", "D", "product", "whole", times)
 
 
+class Graph:
+    """A rank's compiled block."""
+
+    def __init__(self, share: Share) -> None:
+        self.share, run = share, share.run
+        # If one of several blocks is recomputed, the last one is, with which the backward pass begins.
+        self.recomputes = "full" if Torchtitan.of(run).recomputes_one_in else run.checkpointing
+        # Inductor compiles another graph for several sequences. With tensor parallelism it does so, as simulations
+        # show, if a rank's part of the MLP is narrower than h.
+        self.several = run.micro_batch > 1
+        self.narrow = self.several and share.spec.intermediate < run.tp * share.spec.hidden
+
+    def fp8_highest(self, recipe: FP8) -> Height:
+        """Return the peak of the MLP's backward pass in fp8."""
+        spec, run = self.share.spec, self.share.run
+        # If a block is recomputed whole and cast by rows, one cast has been freed.
+        less = 0.5 * (self.several and self.recomputes == "full" and recipe == "rowwise")
+        in_mlp = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[recipe] - less)
+        # 16-bit weights are cast when the block is recomputed, and the casts of two of the MLP's weights still exist.
+        weights = 2 * spec.hidden * spec.intermediate / self.share.tokens if self.recomputes else 0
+        cast = Kept("weights, cast", "temporaries", "1", "byte", "heads", weights * (not run.gathers_float8))
+        # With weights gathered in fp8, the gradient of the block's output is cast, too; with several sequences in two
+        # layouts.
+        again = bool(self.recomputes) and run.gathers_float8
+        twice = self.narrow if run.tp > 1 else self.several
+        layouts = _of("the block's output, cast", "h", again * (1 + twice), "whole")._replace(dtype="byte")
+        return Height(FP8_GONE[self.recomputes], (STREAM, in_mlp, cast, layouts))
+
+    def fp8_saved(self, eager: tuple[Kept, ...]) -> tuple[tuple[Kept, ...], tuple[Kept, ...]]:
+        """Return the lines of weights and of inputs that are saved in fp8, in addition to the `eager` block's."""
+        spec, run = self.share.spec, self.share.run
+        weights: tuple[Kept, ...] = ()
+        if (not run.checkpointing or Torchtitan.of(run).recomputes_one_in) and (run.gathers_float8 or run.tp > 1):
+            weights = tuple(
+                Kept(f"{FP8_NAMES[linear.name]}: its weight, cast", "linear weights", "1", "byte", "heads",
+                     linear.elements / spec.layers / self.share.tokens)
+                for linear in spec.block_linears if linear.part == "mlp"
+            )  # fmt: skip
+        names = CAST_AGAIN[:2] if run.tp > 1 and not run.checkpointing else ()
+        return weights, tuple(row._replace(operator=f"{row.operator}, cast", dtype="byte") for row in eager
+                              if row.operator in names)  # fmt: skip
+
+
 def _compiled(eager: Block, share: Share) -> Block:
     """Return the description of the compiled block."""
-    run = share.run
+    run, graph = share.run, Graph(share)
     gone: tuple[str, ...] = (*NOT_KEPT, *CAST_AGAIN) if run.fp8 else NOT_KEPT
     saved = eager.saved
     if share.spec.experts:  # compiled module by module; selective checkpointing does not see matmuls in them
@@ -321,46 +365,20 @@ def _compiled(eager: Block, share: Share) -> Block:
         gathered = Kept(ALL_RANKS, "q, k, v", "K", "product", "heads", 2 * run.cp)
         saved, selective = (*saved, gathered), (*selective, gathered, ROTATED)
         unmade = tuple(name for name in unmade if name != ROTATED.operator)
-    # If one of several blocks is recomputed, the last one is, with which the backward pass begins.
-    every = Torchtitan.of(run).recomputes_one_in
-    recomputes = "full" if every else run.checkpointing
-    highest = COMPILED_BACKWARD[recomputes]
-    if recomputes == "selective":
+    highest = COMPILED_BACKWARD[graph.recomputes]
+    if graph.recomputes == "selective":
         highest = highest._replace(gone=unmade)
-    # Inductor compiles another graph for several sequences. With tensor parallelism it does so, as simulations show, if
-    # a rank's part of the MLP is narrower than h.
-    several = run.micro_batch > 1
-    narrow = several and share.spec.intermediate < run.tp * share.spec.hidden
     if run.fp8:
-        # If a block is recomputed whole and cast by rows, one cast has been freed.
-        less = 0.5 * (several and recomputes == "full" and run.fp8 == "rowwise")
-        made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8] - less)
-        # 16-bit weights are cast when the block is recomputed, and the casts of two of the MLP's weights still exist.
-        weights = 2 * share.spec.hidden * share.spec.intermediate / share.tokens if recomputes else 0
-        cast = Kept("weights, cast", "temporaries", "1", "byte", "heads", weights * (not run.gathers_float8))
-        # With weights gathered in fp8, the gradient of the block's output is cast, too; with several sequences in two
-        # layouts.
-        again = bool(recomputes) and run.gathers_float8
-        twice = narrow if run.tp > 1 else several
-        layouts = _of("the block's output, cast", "h", again * (1 + twice), "whole")._replace(dtype="byte")
-        highest = Height(FP8_GONE[recomputes], (STREAM, made, cast, layouts))
-        whole = not run.checkpointing or every
-        if whole and (run.gathers_float8 or run.tp > 1):
-            cast_weights = [(FP8_NAMES[linear.name], linear.elements / share.spec.layers / share.tokens)
-                            for linear in share.spec.block_linears if linear.part == "mlp"]  # fmt: skip
-            rows = tuple(Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width)
-                         for name, width in cast_weights)  # fmt: skip
-            saved += rows
-            if every:  # the last block, which is recomputed, casts them again
-                highest = highest._replace(gone=(*highest.gone, *(row.operator for row in rows)))
-        if not run.checkpointing and run.tp > 1:
-            saved += tuple(row._replace(operator=f"{row.operator}, cast", dtype="byte") for row in saved
-                           if row.operator in CAST_AGAIN[:2])  # fmt: skip
-    if run.tp > 1 and (recomputes or run.fp8):
+        highest = graph.fp8_highest(run.fp8)
+        weights, inputs = graph.fp8_saved(saved)
+        saved += weights + inputs
+        if graph.recomputes:  # the last block casts the weights again
+            highest = highest._replace(gone=(*highest.gone, *(row.operator for row in weights)))
+    if run.tp > 1 and (graph.recomputes or run.fp8):
         # With several sequences, a rank's tokens are copied into the right layout before they are gathered, and again
         # after that.
-        both = narrow and run.fp8 == "tensorwise"
-        gathered = GATHERED if recomputes else GATHERED._replace(dtype="byte", times=1 + both)
+        both = graph.narrow and run.fp8 == "tensorwise"
+        gathered = GATHERED if graph.recomputes else GATHERED._replace(dtype="byte", times=1 + both)
         highest = highest._replace(beside=(*highest.beside, gathered, STREAM._replace(times=both)))
     saved = tuple(row for row in saved if row.operator not in gone)
     # The backward pass ends with the gradients of all weights, which is the peak if these are large compared to the

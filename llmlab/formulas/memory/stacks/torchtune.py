@@ -16,108 +16,27 @@ DEQUANTIZING = 8 + 2 + 2 + 2
 CHUNK = 1 << 20  # elements whose nearest codes are computed together (the same, quantize_tensor_nearest)
 
 
+STREAM = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
+W2_INPUT = Kept("w2's input", "temporaries", "f", "product", "heads")
+W2_OUTPUT = Kept("w2's output", "temporaries", "h", "product", "tokens")
+
+
 def block(share: Share) -> Block:
     """Return the description of the block that torchtune trains."""
-    spec, run, stack = share.spec, share.run, Torchtune.of(share.run)
-    trained = run.lora is None
-    names = {linear.name for linear in adapted(spec, run)}
-    fused = run.compile  # training/_compile.py, compile_model: block by block, NF4Tensor's operators with it
-    dropout = run.lora is not None and run.lora.dropout > 0
-    rank = 0 if trained or run.lora is None else run.lora.rank * len(names)
-    sizes = {linear.name: linear.inputs * linear.outputs for linear in spec.block_linears}
-
-    def weights(*linears: str) -> tuple[Kept, ...]:
-        """Return the lines of dequantized weights. A graph contains LinearNF4's operators of both passes and
-        dequantizes once: the weight that the backward pass's matmul reads is saved and not recomputed
-        (torch/_functorch/partitioners.py, fx_graph_cse and should_ban_recomputation)."""
-        times = sum(sizes[name] for name in linears) / share.tokens
-        name = f"{', '.join(linears)}: dequantized"
-        return (Kept(name, "linear weights", "1", "product", "whole", times),) if fused and run.quantization else ()
-
-    saved = (
-        *_norm("sa_norm", trained, fused),
-        *weights("q_proj", "k_proj", "v_proj"),
-        *read(share, "q_proj, k_proj, v_proj: their input", "linear inputs", "h", "q_proj", "k_proj", "v_proj"),
-        Kept("pos_embeddings: the table at the packed positions", "q, k, v", "D", "fp32", "heads", 2 * stack.packed),
-        # modules/attention.py: keys and values are copied to all heads.
-        Kept("attention: q, rotated", "q, k, v", "Q", "product", "heads"),
-        Kept("attention: k and v of all heads", "q, k, v", "Q" if spec.kv_heads != spec.heads else "K", "product",
-             "heads", 2),
-        Kept("attention: output, output_proj's input", "attention output", "Q", "product", "heads"),
-        *(read(share, "output_proj: what its adapter reads", "attention output", "Q", "o_proj") if dropout else ()),
-        Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
-        *weights("o_proj"),
-        *_norm("mlp_norm", trained, fused),
-        *weights("gate_proj", "up_proj"),
-        *read(share, "w1, w3: their input", "linear inputs", "h", "gate_proj", "up_proj"),
-        Kept("activation: w1's output", "mlp", "f", "product", "heads"),
-        Kept("mul: the activation's output", "mlp", "f", "product", "heads", not fused),
-        Kept("mul: w3's output", "mlp", "f", "product", "heads"),
-        *weights("down_proj"),
-        *read(share, "w2: its input", "mlp", "f", "down_proj"),
-        Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
-    )  # fmt: skip
-    stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
-    # Checkpointing saves the block's input, and sa_norm saves a cast of it.
-    around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
-    down, mlp, multiplied, norm = (
-        tuple(row.operator for row in saved if row.operator.startswith(starts))
-        for starts in ("w2: ", ("activation: ", "mul: ", "w2: "), ("mul: ", "w2: "), ("mlp_norm", "w1, w3"))
-    )
-
-    # w2's quantized weight is dequantized in the forward pass, while variables of the layer's and the MLP's forward()
-    # refer to other tensors. If this is a recomputation, w2's adapter has already scaled the block's gradient. The
-    # weight is dequantized again in the backward pass, after that of the adapter, which leaves a gradient of their
-    # input.
-    mlp_adapters = "gate_proj" in names
-    named = (Kept("attn_out, h, the MLP's input", "temporaries", "h", "product", "tokens",
-                  3 - (mlp_adapters and not dropout)),
-             Kept("w2's input", "temporaries", "f", "product", "heads"))  # fmt: skip
-    scaled = Kept("w2's adapter: its gradient, scaled", "gradients", "h", "product", "tokens", mlp_adapters)
-    # With dropout, an adapter of w2 reads another tensor, while w2's input and output still exist.
-    returned = Kept("w2's output", "temporaries", "h", "product", "tokens")
-    wet = mlp_adapters and dropout
-    again = [Height((), (*around, *named, scaled, returned))] if wet and run.checkpointing else []
-    moments = (
-        (down, "down_proj", (*named, scaled) if run.checkpointing else (_of("w2's input", "f", mlp_adapters),)),
-        (multiplied, "up_proj", (_of("the activation and w3", "f", 2), _of("w3's input", "h", mlp_adapters))),
-        (mlp, "gate_proj", (_of("w1", "f"), _of("w3's and w1's inputs", "h", 1 + mlp_adapters))),
-    )
-    quantized = [
-        Height(gone, (*around, *beside, Kept(f"{name}: dequantized", "temporaries", "1", "byte", "whole",
-                                             DEQUANTIZING * sizes[name] / share.tokens)))
-        for gone, name, beside in moments if run.quantization
-    ]  # fmt: skip
-    # A graph returns the tensors that the backward pass will read, in addition to the block's input. Then checkpointing
-    # frees them, or the backward pass begins. Before the graph dequantizes w2's weight, the outputs of w1's and w3's
-    # adapters wait for one kernel, which also applies dropout.
-    at_the_end = (*[returned] * (1 + mlp_adapters), *named[1:] * (wet or not (trained or mlp_adapters)))
-    inside = tuple(row for row in saved[1:] if row.operator != "down_proj: dequantized")
-    waiting = Kept("the adapters of w1 and w3", "temporaries", "f", "product", "heads", mlp_adapters * (2 + dropout))
-    whole = (Height((), (*saved[1:], *at_the_end)), Height((), (*inside, waiting)))
-    compiled = _compiled(stream, mlp_adapters, dropout)
-    if run.checkpointing:
-        compiled = (Height((), (stream, *at_the_end)), *compiled)
+    spec, run = share.spec, share.run
+    tuned = Tuned(share)
+    saved = tuned.saved()
     return Block(
         source="https://github.com/pytorch/torchtune/blob/v0.6.1/torchtune/modules/transformer.py",
         saved=saved,
         selective=(),
         outside=(
-            *_norm("norm", trained),
-            Kept("output: its input", "linear inputs", "h", "product", "whole", trained),
+            *_norm("norm", tuned.trained),
+            Kept("output: its input", "linear inputs", "h", "product", "whole", tuned.trained),
         ),
-        backward=compiled if fused else (
-            *quantized,
-            *again,
-            Height(down, (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
-            Height(mlp, (*around, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
-            Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
-        ),
-        # An adapter's output is scaled, and added to that of the layer.
-        forward=(*[Height(down, named)] * (run.quantization is not None and not fused),
-                 *[Height((), (*named, *[returned] * 3))] * wet,
-                 *whole * (fused and run.checkpointing is not None)),
-        loss=_loss(share, stack.num_output_chunks),
+        backward=tuned.compiled_backward() if run.compile else tuned.eager_backward(saved),
+        forward=tuned.forward(saved),
+        loss=_loss(share, Torchtune.of(run).num_output_chunks),
         # Three gradients in fp32. Two more are partial sums of the weight's gradient over tokens, which many thread
         # blocks write next to each other (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig), or temporaries of
         # pow's backward pass.
@@ -126,6 +45,135 @@ def block(share: Share) -> Block:
         # (models/llama3_1/_position_embeddings.py).
         table=4 * max(run.seq_len, spec.config.get("max_position_embeddings", 0)) * spec.head_dim,
     )
+
+
+class Tuned:
+    """A rank's block: what of it is trained. Compiled blocks include NF4Tensor's operators (training/_compile.py,
+    compile_model)."""
+
+    def __init__(self, share: Share) -> None:
+        spec, lora = share.spec, share.run.lora
+        self.share, self.adapters = share, {linear.name for linear in adapted(spec, share.run)}
+        self.trained, self.dropout = lora is None, lora is not None and lora.dropout > 0
+        self.mlp_adapters = "gate_proj" in self.adapters
+        # An adapter of w2 reads another tensor than w2, while w2's input and output still exist.
+        self.wet = self.mlp_adapters and self.dropout
+        self.elements = {linear.name: linear.inputs * linear.outputs for linear in spec.block_linears}
+        # At the end of the MLP, variables of the layer's and of the MLP's forward() refer to these tensors.
+        self.named = (Kept("attn_out, h, the MLP's input", "temporaries", "h", "product", "tokens",
+                           3 - (self.mlp_adapters and not self.dropout)), W2_INPUT)  # fmt: skip
+
+    def weights(self, *linears: str) -> tuple[Kept, ...]:
+        """Return the lines of dequantized weights. A graph contains LinearNF4's operators of both passes and
+        dequantizes once: the weight that the backward pass's matmul reads is saved and not recomputed
+        (torch/_functorch/partitioners.py, fx_graph_cse and should_ban_recomputation)."""
+        if not (self.share.run.compile and self.share.run.quantization):
+            return ()
+        times = sum(self.elements[name] for name in linears) / self.share.tokens
+        return (Kept(f"{', '.join(linears)}: dequantized", "linear weights", "1", "product", "whole", times),)
+
+    def saved(self) -> tuple[Kept, ...]:
+        """Return the lines of the tensors that autograd saves."""
+        share, run, weights = self.share, self.share.run, self.weights
+        all_heads = "Q" if share.spec.kv_heads != share.spec.heads else "K"
+        rank = run.lora.rank * len(self.adapters) if run.lora else 0
+        of_adapter = read(share, "output_proj: what its adapter reads", "attention output", "Q", "o_proj")
+        return (
+            *_norm("sa_norm", self.trained, run.compile),
+            *weights("q_proj", "k_proj", "v_proj"),
+            *read(share, "q_proj, k_proj, v_proj: their input", "linear inputs", "h", "q_proj", "k_proj", "v_proj"),
+            Kept("pos_embeddings: the table at the packed positions", "q, k, v", "D", "fp32", "heads",
+                 2 * Torchtune.of(run).packed),
+            # modules/attention.py: keys and values are copied to all heads.
+            Kept("attention: q, rotated", "q, k, v", "Q", "product", "heads"),
+            Kept("attention: k and v of all heads", "q, k, v", all_heads, "product", "heads", 2),
+            Kept("attention: output, output_proj's input", "attention output", "Q", "product", "heads"),
+            *(of_adapter if self.dropout else ()),
+            Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
+            *weights("o_proj"),
+            *_norm("mlp_norm", self.trained, run.compile),
+            *weights("gate_proj", "up_proj"),
+            *read(share, "w1, w3: their input", "linear inputs", "h", "gate_proj", "up_proj"),
+            Kept("activation: w1's output", "mlp", "f", "product", "heads"),
+            Kept("mul: the activation's output", "mlp", "f", "product", "heads", not run.compile),
+            Kept("mul: w3's output", "mlp", "f", "product", "heads"),
+            *weights("down_proj"),
+            *read(share, "w2: its input", "mlp", "f", "down_proj"),
+            Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
+        )  # fmt: skip
+
+    def eager_backward(self, saved: tuple[Kept, ...]) -> tuple[Height, ...]:
+        """Return the peaks of an eager block's backward pass.
+
+        w2's quantized weight is dequantized in the forward pass. If this is a recomputation, w2's adapter has already
+        scaled the block's gradient. The weight is dequantized again in the backward pass, after that of the adapter,
+        which leaves a gradient of their input.
+        """
+        run, adapters, tokens = self.share.run, self.mlp_adapters, self.share.tokens
+        down, multiplied, mlp, norm = (
+            tuple(row.operator for row in saved if row.operator.startswith(starts))
+            for starts in ("w2: ", ("mul: ", "w2: "), ("activation: ", "mul: ", "w2: "), ("mlp_norm", "w1, w3"))
+        )
+        # Checkpointing saves the block's input, and sa_norm saves a cast of it.
+        around = (STREAM, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
+        scaled = Kept("w2's adapter: its gradient, scaled", "gradients", "h", "product", "tokens", adapters)
+        recomputed = (*self.named, scaled)
+        dequantizing = (
+            (down, "down_proj", recomputed if run.checkpointing else (_of("w2's input", "f", adapters),)),
+            (multiplied, "up_proj", (_of("the activation and w3", "f", 2), _of("w3's input", "h", adapters))),
+            (mlp, "gate_proj", (_of("w1", "f"), _of("w3's and w1's inputs", "h", 1 + adapters))),
+        )
+        quantized = [
+            Height(gone, (*around, *beside, Kept(f"{name}: dequantized", "temporaries", "1", "byte", "whole",
+                                                 DEQUANTIZING * self.elements[name] / tokens)))
+            for gone, name, beside in dequantizing if run.quantization
+        ]  # fmt: skip
+        again = [Height((), (*around, *recomputed, W2_OUTPUT))] if self.wet and run.checkpointing else []
+        return (
+            *quantized,
+            *again,
+            Height(down, (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
+            Height(mlp, (*around, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
+            Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
+        )
+
+    def compiled_backward(self) -> tuple[Height, ...]:
+        """Return the peaks of a compiled block's backward pass, counted in simulations: an adapter's gradients are
+        summed with those of its layer. The dequantized weight of w2 has been freed by then; with few tokens, it is
+        larger than these gradients. With dropout, one gradient overwrites a saved tensor."""
+        read = ("w2: its input", "w2: its input, dropped out")
+        adapter_input = _of("w2's input, of the layer and of its adapter", "f", 1 + self.mlp_adapters)
+        of_all = "w2's input, w1 and w3, of the layers and of their adapters"
+        peaks = (Height(read, (STREAM, adapter_input), ("down_proj",)),
+                 Height((*read, "down_proj: dequantized"),
+                        (STREAM, _of(of_all, "f", 6 - self.dropout if self.mlp_adapters else 2)),
+                        ("down_proj",)))  # fmt: skip
+        return (Height((), (STREAM, *self.returned)), *peaks) if self.share.run.checkpointing else peaks
+
+    @property
+    def returned(self) -> tuple[Kept, ...]:
+        """The tensors that exist when a graph returns those that the backward pass will read, in addition to the
+        block's input. Then checkpointing frees them, or the backward pass begins."""
+        w2_inputs = (W2_INPUT,) * (self.wet or not (self.trained or self.mlp_adapters))
+        return (*[W2_OUTPUT] * (1 + self.mlp_adapters), *w2_inputs)
+
+    def forward(self, saved: tuple[Kept, ...]) -> tuple[Height, ...]:
+        """Return the peaks of the forward pass."""
+        run, heights = self.share.run, list[Height]()
+        if run.quantization is not None and not run.compile:
+            down = tuple(row.operator for row in saved if row.operator.startswith("w2: "))
+            heights.append(Height(down, self.named))
+        if self.wet:  # an adapter's output is scaled, and added to that of the layer
+            heights.append(Height((), (*self.named, *[W2_OUTPUT] * 3)))
+        if run.compile and run.checkpointing is not None:
+            heights.append(Height((), (*saved[1:], *self.returned)))
+            # Before the graph dequantizes w2's weight, the outputs of w1's and w3's adapters wait for one kernel, which
+            # also applies dropout.
+            inside = tuple(row for row in saved[1:] if row.operator != "down_proj: dequantized")
+            times = self.mlp_adapters * (2 + self.dropout)
+            waiting = Kept("the adapters of w1 and w3", "temporaries", "f", "product", "heads", times)
+            heights.append(Height((), (*inside, waiting)))
+        return tuple(heights)
 
 
 def nf4tensor(size: int) -> tuple[int, ...]:
@@ -145,17 +193,6 @@ def in_chunks(run: Training) -> bool:
 
 def _of(name: str, width: str, times: float = 1) -> Kept:
     return Kept(f"gradients of {name}", "temporaries", width, "product", "heads", times)
-
-
-def _compiled(stream: Kept, adapted: bool, dropout: bool) -> tuple[Height, ...]:
-    """Return the peaks of a compiled block's backward pass, counted in simulations: an adapter's gradients are summed
-    with those of its layer. The dequantized weight of w2 has been freed by then; with few tokens, it is larger than
-    these gradients. With dropout, one gradient overwrites a saved tensor."""
-    read = ("w2: its input", "w2: its input, dropped out")
-    adapter_input = _of("w2's input, of the layer and of its adapter", "f", 1 + adapted)
-    made = _of("w2's input, w1 and w3, of the layers and of their adapters", "f", 6 - dropout if adapted else 2)
-    return (Height(read, (stream, adapter_input), ("down_proj",)),
-            Height((*read, "down_proj: dequantized"), (stream, made), ("down_proj",)))  # fmt: skip
 
 
 def _norm(name: str, trained: bool, compiled: bool = False) -> tuple[Kept, ...]:
