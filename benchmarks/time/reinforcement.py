@@ -9,9 +9,9 @@ generates 2,048 completions with vLLM on the GPUs that train (gpu_memory_utiliza
 log-probabilities of the policy and of the reference model, and trains with Megatron Core in four updates of 512.
 Recomputation is full for Llama 8B, and there is none for Qwen3 32B.
 
-What the source does not say is assumed: prompts of 128 tokens, and completions that all have the mean length, packed
-into rows of 4,096 tokens. "until the longest" adds that one completion per engine has the maximum length, and that the
-others have ended before. The transfer of weights to the engine, offloading, and rewards are not estimated.
+What the source does not say is assumed: prompts of 128 tokens, and completions packed into rows of 4,096 tokens. All
+completions have the mean length ("equal"), or lengths with this mean up to the maximum ("unequal", serving/rollout.py).
+The transfer of weights to the engine, offloading, and rewards are not estimated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import NamedTuple
 
 import llmlab as lab
 from benchmarks.provenance import provenance, table, write
-from llmlab.serving.load import Latency
+from llmlab.serving.memory import Memory, divided_memory
+from llmlab.serving.report import checked
+from llmlab.serving.rollout import completion_lengths, generation_seconds
 
 PROMPT, LONGEST, COMPLETIONS, BATCH, GROUP = 128, 4096, 2048, 512, 32
 # Megatron's formulas have no norms of queries and keys, so this is Qwen3 32B without them.
@@ -59,8 +61,8 @@ ROWS = (
 
 
 def phases(row: Row) -> tuple[float, float, float, float]:
-    """Return the seconds of generation with equal lengths, of what the longest completion adds to it, of
-    log-probabilities, and of the updates."""
+    """Return the seconds of generation with equal and with unequal lengths, of log-probabilities, and of the
+    updates."""
     model = LLAMA_8B if row.model.startswith("Llama") else QWEN3_32B
     dp, packed = row.gpus // row.tp // row.pp, LONGEST // row.length
     checkpointing = "full" if row.model.startswith("Llama") else None
@@ -71,19 +73,17 @@ def phases(row: Row) -> tuple[float, float, float, float]:
     updates = COMPLETIONS // BATCH * (lab.estimate(model, run, row.gpu).step_seconds or 0.0)
     forward = updates / (4 if checkpointing else 3)  # of the passes: forward, recomputation, and two of backward
 
-    def served(users: int, context: int) -> Latency:
-        service = lab.Service(
-            tp=row.engine, gpu_memory_utilization=0.6, max_model_len=LONGEST, prompt_len=PROMPT,
-            output_len=context - PROMPT, prefix_hit=1 - 1 / GROUP, concurrency=users,
-        )  # fmt: skip
-        latency = lab.serve(model, service, row.gpu).latency
-        assert latency, row
-        return latency
-
-    users = COMPLETIONS // (row.gpus // row.engine)
-    together = users * (row.length - PROMPT) / served(users, row.length).tokens_per_second
-    alone = (LONGEST - row.length) * served(1, LONGEST).tpot
-    return together, alone, 2 * forward, updates
+    spec, gpu, mean, longest = lab.model(model), lab.gpu(row.gpu), row.length - PROMPT, LONGEST - PROMPT
+    service = checked(spec, lab.Service(
+        tp=row.engine, gpu_memory_utilization=0.6, max_model_len=LONGEST, prompt_len=PROMPT, output_len=longest,
+        prefix_hit=1 - 1 / GROUP,
+    ), gpu)  # fmt: skip
+    memory = divided_memory(spec, service, gpu)
+    assert isinstance(memory, Memory)
+    count = COMPLETIONS // (row.gpus // row.engine)
+    equal, unequal = (generation_seconds(spec, service, gpu, memory, lengths)
+                      for lengths in ([mean] * count, completion_lengths(count, mean, longest)))  # fmt: skip
+    return equal, unequal, 2 * forward, updates
 
 
 def main() -> None:
@@ -92,13 +92,13 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for row in ROWS:
-        together, alone, scored, updates = phases(row)
-        low, high = together + scored + updates, together + alone + scored + updates
-        shown = (f"{each:.1f}" for each in (together, together + alone, scored, updates, row.seconds))
+        equal, unequal, scored, updates = phases(row)
+        shown = (f"{seconds:.1f}" for seconds in (equal, unequal, scored, updates, row.seconds))
+        low, high = (generation + scored + updates for generation in (equal, unequal))
         rows.append([f"{row.model}, {row.version}", f"{row.gpus} × {row.gpu}", f"{row.length:,}", *shown,
                      f"{low / row.seconds - 1:+.0%}", f"{high / row.seconds - 1:+.0%}"])  # fmt: skip
-    header = ["model, version", "GPUs", "tokens", "generate, s", "until the longest, s", "log-probabilities, s",
-              "updates, s", "published step, s", "equal lengths", "until the longest"]  # fmt: skip
+    header = ["model, version", "GPUs", "mean tokens", "generate equal, s", "unequal, s", "log-probabilities, s",
+              "updates, s", "published step, s", "equal lengths", "unequal lengths"]  # fmt: skip
     text = "\n".join([*table(header, rows), "", provenance("llmlab")])
     print(text)
     if arguments.out:

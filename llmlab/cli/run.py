@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 EPILOG = """You can put a launcher (torchrun, accelerate launch or deepspeed) before SCRIPT, or give the command of an
 installed library instead, such as `tune run`, `trl sft`, `swift sft`, `llamafactory-cli train` or `axolotl train`.
-llmlab follows the options and config files of that command, and runs only rank 0. NAME=value in front of the command
+llmlab follows the options and config files of that command, and runs only one rank. NAME=value in front of the command
 or SCRIPT sets an environment variable.
 
 Exit codes: 0 = the run fits; 1 = it does not fit on the GPU (or in --max-gib); 2 = llmlab cannot tell, the input is
@@ -46,6 +46,8 @@ OPTIONS = (
                  help="End the script after N optimizer steps; default: run it to its end."),
     click.option("--world-size", type=int, metavar="N",
                  help="Number of ranks; default: from the launcher, otherwise 1."),
+    click.option("--rank", type=int, default=0, metavar="N",
+                 help="Rank to simulate, from 0 to one less than the number of ranks; default: 0."),
     click.option("--nodes", type=int, metavar="N", help="Number of nodes; default: from the launcher, otherwise 1."),
     click.option("--gpus-per-node", type=int, metavar="N",
                  help="GPUs per node; default: from the launcher, otherwise 8."),
@@ -124,6 +126,7 @@ def answer(
     module: bool,
     steps: int | None,
     world_size: int | None,
+    rank: int,
     nodes: int | None,
     gpus_per_node: int | None,
     max_gib: float | None,
@@ -140,7 +143,7 @@ def answer(
     A script that catches every error, the end too, gets its answer by `say`, and the process ends there.
     """
     need_packages("running a script", "torch")
-    from ..scripts.command import GPUS_ASSUMED, command
+    from ..scripts.command import GPUS_ASSUMED, RANK_0, command
     from ..scripts.data import read_data
     from ..scripts.hub import read_configs
     from ..scripts.run import run_script
@@ -155,7 +158,9 @@ def answer(
         script = replace(script, gpus_per_node=gpus_per_node or script.gpus_per_node)
     else:
         script = replace(script, gpus_per_node=None)
-    where = Conditions(find_gpu(name), ranks, steps, limit, assume, roomy)
+    if rank:
+        script = replace(script, notes=tuple(note for note in script.notes if note.code != RANK_0))
+    where = Conditions(find_gpu(name), ranks, steps, limit, assume, roomy, rank)
 
     def keep(watch: Watch) -> None:
         if snapshot:
@@ -178,7 +183,7 @@ def answer(
 
         report = run_script(script, where, out or thrown_away, read_configs(configs), read_data(data), on_step, keep)
     if report.outcome == "out of memory" and report.ended == RAN_OUT_OF_MEMORY:
-        asked = {"--world-size": world_size, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
+        asked = {"--world-size": world_size, "--rank": rank, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
         return replace(report, needed=_needed(report, where, asked, words, module, configs, data))
     return report
 

@@ -18,7 +18,8 @@ from ..specs.stacks import STACKS, TRANSFORMERS
 
 # The first is the number of GPUs'; the adapters' memory does not depend on theirs; the others are not shown.
 DERIVED = {"dp", "lora_alpha", "lora_dropout", "images", "pixels", "num_labels", "method", "reference", "teacher",
-           "completion_len", "generations", "gpu_memory_utilization"}  # fmt: skip
+           "completion_len", "mean_completion_len", "generations", "gpu_memory_utilization",
+           "expert_imbalance"}  # fmt: skip
 CONFIG = "config.json"  # what a pasted config is called in the lines to copy
 HUB = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)")
 

@@ -49,7 +49,7 @@ ELSEWHERE = (
     "colossalai", "horovodrun", "ipython", "jupyter", "kubectl", "modal", "mpiexec", "mpirun", "msrun", "papermill",
     "ray", "sbatch", "sky", "srun", "torchx",
 )  # fmt: skip
-GPUS_ASSUMED = "gpus-assumed"
+GPUS_ASSUMED, RANK_0 = "gpus-assumed", "rank-0-simulated"
 NO_AFFINITY = Note("no-cpu-affinity", "--enable_cpu_affinity was not carried out: it does not change the GPU's memory.")
 
 
@@ -216,7 +216,8 @@ def _other_rank(option: str, rank: int | str | None) -> tuple[Note, ...]:
     """Return a note if a launcher's options ask for the ranks of a node other than the first."""
     if not str(rank).isdigit() or int(str(rank)) == 0:
         return ()
-    return (Note("rank-0-simulated", f"{option} {rank} was not carried out: rank 0, on the first node, is simulated."),)
+    simulated = "rank 0, on the first node, is simulated; --rank simulates another"
+    return (Note(RANK_0, f"{option} {rank} was not carried out: {simulated}."),)
 
 
 def _accelerate(words: Sequence[str]) -> Command:

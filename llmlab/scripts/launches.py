@@ -1,4 +1,4 @@
-"""Launches by a script: a command that it starts, or rank 0 of the ranks that a library starts, runs in this process.
+"""Launches by a script: a command that it starts, or one of the ranks that a library starts, runs in this process.
 
 `tune run`, `swift sft`, `axolotl train`, `llamafactory-cli train` and `trl sft` start Python or a launcher; Lightning's
 Trainer and Fabric, and Ray's TorchTrainer, start their ranks themselves.
@@ -122,7 +122,7 @@ class Launches:
         return self.script.tool and first.endswith(".py") and not first.startswith(os.path.dirname(torch.__file__))
 
     def _go_on(self, started: Command, environment: Mapping[str, str] | None) -> None:
-        """Run the launched command as rank 0, and then end the script, which would only wait for the command."""
+        """Run the launched command as this rank, and then end the script, which would only wait for the command."""
         if environment is not None:
             os.environ.update(environment)
         os.environ.update(started.environment)
@@ -150,7 +150,7 @@ class Launches:
         if self.watch.where.world_size not in (None, ranks):
             conflict = f"--world-size gave {self.watch.where.world_size} ranks, and the script starts {ranks}"
             raise NotAvailable(f"{conflict}; leave --world-size out, or change the script")
-        self.watch.sim.launch(ranks, per_node)
+        self.watch.sim.launch(ranks, per_node, self.watch.where.rank)
         self.watch.where = replace(self.watch.where, world_size=ranks)
 
     def _devices(self, real: Callable[..., None]) -> Callable[..., None]:

@@ -12,6 +12,7 @@ from ..base.terms import PARTS, PHASES, Outcome
 from ..base.units import MiB, show_bytes, show_seconds
 
 SHOWN_MODULES = 8  # rows of the printed table; --json has all
+SHOWN_LINES = 3
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -24,13 +25,16 @@ class ScriptReport(Tabular):
     weights; the steps of several optimizers can be one update. `step_seconds` is the median over the updates after the
     first, without communication between ranks; None if a kernel's time is not known. `step_seconds_low` to
     `step_seconds_high` is its 80 % interval, None with several ranks. `phases` has the peak of each phase, `growth` the
-    bytes that the last step left behind, by module and line.
+    bytes that the last step left behind, by module and line. `host_peak` is the most bytes of this rank's simulated
+    tensors in the host's memory (weights before they move, offloaded states, copies from the GPU), of which
+    `host_pinned` are pinned; `host_lines` divides it by line of code. Python, libraries and data sets need more.
     """
 
     command: str
     gpu: str
     capacity: int
     world_size: int = 1
+    rank: int = 0
     steps: int = 0
     ended: str = "ran to its end"
     outcome: Outcome = "unknown"
@@ -44,6 +48,9 @@ class ScriptReport(Tabular):
     step_seconds_low: float | None = None
     step_seconds_high: float | None = None
     phases: Mapping[str, int] = field(default_factory=dict)
+    host_peak: int | None = None
+    host_pinned: int | None = None
+    host_lines: Mapping[str, int] = field(default_factory=dict)
     growth: Mapping[str, int] = field(default_factory=dict)
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -69,6 +76,12 @@ class ScriptReport(Tabular):
         rows += [(f"of the peak, in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
         growing = [(place, size) for place, size in self.growth.items() if size >= MiB][:SHOWN_MODULES]
         rows += [(f"grows per step, in {place}", show_bytes(size)) for place, size in growing]
+        if (self.host_peak or 0) >= MiB:
+            of = " (one rank)" if self.world_size > 1 else ""
+            rows.append((f"peak of tensors in the host's memory{of}", show_bytes(self.host_peak)))
+            rows += [("  pinned", show_bytes(self.host_pinned))] if self.host_pinned else []
+            rows += [(f"  created by {line}", show_bytes(size))
+                     for line, size in [*self.host_lines.items()][:SHOWN_LINES]]  # fmt: skip
         rows += [(f"peak during {PHASES[phase]}", show_bytes(size)) for phase, size in self.phases.items()]
         if self.step_seconds is not None:
             rows.append(("time per step", show_seconds(self.step_seconds)))
@@ -79,7 +92,7 @@ class ScriptReport(Tabular):
         exceeded = self.outcome == "out of memory" and self.where is None
         limit = f"the limit of {show_bytes(self.limit)}" if self.limit is not None else "the GPU has"
         rows.append(("outcome", self.outcome + (f": more than {limit}" if exceeded else "")))
-        ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""
+        ranks = f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
         at = f": {self.where}" if self.where else ""
         title = f"{self.command} on {self.gpu}{ranks}, simulated"
         numbered = ["* stands for the numbers of modules in a list."] if any("*" in path for path, _ in largest) else []

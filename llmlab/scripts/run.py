@@ -1,6 +1,6 @@
 """Runs a script on a simulated GPU: `llmlab run`.
 
-The script runs unchanged, in this process, as rank 0 of its ranks. It ends after a given number of optimizer steps,
+The script runs unchanged, in this process, as one of its ranks. It ends after a given number of optimizer steps,
 whatever its loop, and the files that it writes go to a separate folder.
 """
 
@@ -51,7 +51,7 @@ def run_script(
     """
     with mock.patch.dict(os.environ, script.environment), watched(where, on_step) as watch:
         if where.world_size is not None and script.gpus_per_node is not None:
-            watch.sim.launch(where.world_size, script.gpus_per_node)
+            watch.sim.launch(where.world_size, script.gpus_per_node, where.rank)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         processes, launches = Processes(watch.sim), Launches(watch, script, _execute)
         try:

@@ -41,7 +41,7 @@ class Enough(BaseException):
 class Conditions:
     """The simulated machine, and the number of steps after which to end.
 
-    `world_size`: the number of ranks that a launcher starts, of which this is rank 0; None without a launcher. `steps`:
+    `world_size`: the number of ranks that a launcher starts, None without a launcher; this is rank `rank`. `steps`:
     the number of updates (of backward passes, for code without an optimizer) after which the code ends; None runs it to
     its own end. `limit`: the bytes of GPU memory that the process may use, None for all. `assume` is that of
     `lab.simulator`. `roomy` gives the GPU more memory than any code needs.
@@ -55,9 +55,14 @@ class Conditions:
     limit: int | None = None
     assume: float | None = None
     roomy: bool = False
+    rank: int = 0
 
     def __post_init__(self) -> None:
         check_counts(world_size=self.ranks, steps=1 if self.steps is None else self.steps)
+        if not 0 <= self.rank < self.ranks:
+            ranks = f"{self.ranks} ranks, 0 to {self.ranks - 1}" if self.ranks > 1 else "one rank, 0"
+            raise SpecError(f"--rank {self.rank}: the run has {ranks}; give another, or more ranks by a launcher or "
+                            "--world-size")  # fmt: skip
         if self.limit is not None and not 0 < self.limit <= self.gpu.memory:
             gpu_memory = f"{self.gpu.name}'s {show_bytes(self.gpu.memory)}"
             raise SpecError(f"the memory limit is {show_bytes(self.limit)}; give more than 0 and at most {gpu_memory}")
@@ -72,7 +77,7 @@ def watched(conditions: Conditions, on_step: Callable[[Watch], None] = lambda wa
     """Simulate the GPU of `conditions` until the block ends; `on_step` is called after each update and backward
     pass."""
     gpu = replace(conditions.gpu, memory=ROOMY) if conditions.roomy else conditions.gpu
-    with simulator(gpu, assume=conditions.assume, world_size=conditions.world_size) as sim:
+    with simulator(gpu, assume=conditions.assume, world_size=conditions.world_size, rank=conditions.rank) as sim:
         watch = Watch(sim, conditions, on_step)
         with watch.counting():
             yield watch
@@ -310,6 +315,7 @@ class Watch:
             gpu=where.gpu.name,
             capacity=where.gpu.memory,
             world_size=ranks,
+            rank=where.rank,
             steps=self.steps,
             ended=self.ended,
             outcome=outcome,
@@ -322,6 +328,9 @@ class Watch:
             step_seconds=seconds,
             step_seconds_low=seconds / interval if seconds and interval else None,
             step_seconds_high=seconds * interval if seconds and interval else None,
+            host_peak=sim.host_peak,
+            host_pinned=sim.host_pinned,
+            host_lines=sim.host_lines,
             phases=timeline.phases,
             growth=growth,
             by_category=_by_category(timeline.modules),

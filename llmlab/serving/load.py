@@ -95,15 +95,18 @@ def _pieces(service: Service, gpu: GPU) -> tuple[int, int, int]:
     return new, chunk, service.prompt_len - new + (new - chunk) // 2
 
 
-def simulate(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers) -> list[Served]:
-    """Return the requests of the service's load as they are served."""
-    requests = arrivals_of(service)
+def simulate(
+    spec: ModelSpec, service: Service, gpu: GPU, memory: Memory | Buffers, requests: Sequence[Arrival] | None = None
+) -> list[Served]:
+    """Return the `requests`, or those of the service's load, as they are served."""
+    users = None if requests else service.concurrency
+    requests = requests or arrivals_of(service)
     limit, tokens = service.limits(gpu)
     capacity = memory.requests * service.dp_attention * (service.prompt_len + service.output_len)
     return replayed(
         requests,
         pass_time(spec, service, gpu),
-        users=service.concurrency,
+        users=users,
         prefix_hit=service.prefix_hit,
         delay=ARRIVING[service.engine],
         tokenizing=0.0 if service.engine == "llama.cpp" else TOKENIZING,

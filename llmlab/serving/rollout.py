@@ -7,7 +7,10 @@ is allocated under the tags "weights" and "kv_cache": vllm/device_allocator/cume
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil, expm1, log, log1p
 
 from ..base.notes import Note
 from ..base.units import show_bytes, show_seconds
@@ -15,8 +18,9 @@ from ..hardware.gpu import GPU
 from ..report import Report
 from ..specs.model import ModelSpec
 from ..specs.run import Training
-from .load import latency
+from .load import SEED, simulate
 from .memory import Memory, divided_memory
+from .replay import Arrival
 from .report import TPOT_INTERVAL, checked
 from .service import Service
 
@@ -31,6 +35,28 @@ def engine(run: Training) -> Service:
         prefix_hit=1 - 1 / run.generations,
         concurrency=run.sequences * run.accumulation,
     )
+
+
+def completion_lengths(count: int, mean: float, longest: int) -> list[int]:
+    """Return the lengths of `count` completions: each token ends a completion with the same probability p, and the
+    engine ends it after `longest` tokens, so the mean is (1 - (1 - p)^longest) / p.
+
+    The lengths are evenly spaced quantiles of this distribution, in random order.
+    """
+    low, high = 0.0, 1.0  # of p, by bisection
+    for _ in range(50):
+        p = (low + high) / 2
+        low, high = (p, high) if -expm1(longest * log1p(-p)) / p > mean else (low, p)
+    lasts = [log((place + 0.5) / count) / log1p(-high) if high < 1 else 1.0 for place in range(count)]
+    lengths = [min(longest, max(1, ceil(tokens))) for tokens in lasts]
+    random.Random(SEED).shuffle(lengths)
+    return lengths
+
+
+def generation_seconds(spec: ModelSpec, service: Service, gpu: GPU, memory: Memory, lengths: Sequence[int]) -> float:
+    """Return the seconds until the last completion is finished, if the engine has all prompts at the start."""
+    requests = [Arrival(0.0, service.prompt_len, length) for length in lengths]
+    return max(one.tokens[-1] for one in simulate(spec, service, gpu, memory, requests))
 
 
 def with_generation(report: Report, spec: ModelSpec, run: Training, gpu: GPU) -> Report:
@@ -57,16 +83,18 @@ def with_generation(report: Report, spec: ModelSpec, run: Training, gpu: GPU) ->
                          where=report.where or "backward (beside the sleeping engine)")  # fmt: skip
     if report.step_seconds is None:
         return report
-    rate = latency(spec, service, gpu, memory).tokens_per_second
     count = run.sequences * run.accumulation
-    seconds = count * service.output_len / rate
+    lengths = completion_lengths(count, run.mean_completion_len or service.output_len, service.output_len)
+    seconds = generation_seconds(spec, service, gpu, memory, lengths)
     total = report.step_seconds + seconds
     low, high = (bound and bound + factor * seconds for bound, factor in
                  zip((report.step_seconds_low, report.step_seconds_high), TPOT_INTERVAL, strict=True))  # fmt: skip
-    equal = f"if all {count} completions of a GPU have {service.output_len:,} tokens"
-    together = f"the engine's cache holds {memory.requests:,} of them together"
-    note = Note("generation", f"Generation takes {show_seconds(seconds)} {equal}; {together}. The phases follow each "
-                "other, so their memory is not summed.")  # fmt: skip
+    tokens, those = f"{service.output_len:,} tokens", "of them"
+    if run.mean_completion_len:
+        tokens, those = f"{run.mean_completion_len:,} tokens on average, and {max(lengths):,} at most", "of the longest"
+    takes = f"Generation takes {show_seconds(seconds)} if all {count} completions of a GPU have {tokens}"
+    note = Note("generation", f"{takes}; the engine's cache holds {memory.requests:,} {those} together. The phases "
+                "follow each other, so their memory is not summed.")  # fmt: skip
     return replace(
         report,
         time={"generation": seconds, **report.time},

@@ -6,3 +6,9 @@ import torch
 
 GPU_DEVICE = torch.device("cpu", 0)
 HOST = torch.device("cpu")
+
+
+class Shown:
+    """The device that scripts see instead of GPU_DEVICE: the GPU of this process's local rank."""
+
+    device = torch.device("cuda", 0)

@@ -69,7 +69,9 @@ class HostParameters:
 
     def _fake(self, data: Tensor) -> Tensor:
         with disable_current_modes(), self.engine.fake:
-            return torch.empty_strided(data.size(), data.stride(), dtype=data.dtype, device="cpu")
+            fake = torch.empty_strided(data.size(), data.stride(), dtype=data.dtype, device="cpu")
+        self.engine.on_host.hold(fake)
+        return fake
 
     def replace(self, module: nn.Module, buffers: bool = False) -> None:
         """Put one fake parameter in the place of each real one, in all modules that share it, and of `buffers`."""

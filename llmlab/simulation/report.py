@@ -204,8 +204,10 @@ def _take(
                 memory.configure(replace(memory.config, expandable_segments=True))
             host = RealHost(None) if own.names_cuda else None
             simulated_gpu = SimulatedGPU(gpu, memory, host)
-            stack.enter_context(as_cuda(simulated_gpu, host, run.world_size) if host else installed(simulated_gpu))
+            stack.enter_context(as_cuda(simulated_gpu, host, run.world_size, 0) if host else installed(simulated_gpu))
             engine = simulated_gpu.engine
+            if isinstance(run, Training) and run.expert_imbalance > 1:
+                engine.busiest = run.expert_imbalance, run.ep
         else:
             engine = Engine(HOST, HostMemory())  # this machine's own libraries run on fake tensors
             for patch in (fake_parameters(), tensors_on_gpu(), count_random_states(engine),

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..base.errors import NotAvailable
+from ..base.errors import NotAvailable, SpecError
 from ..base.notes import Note
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
@@ -54,12 +54,12 @@ class Simulator:
         """The number of ranks in the process group that the code created; 1 if it created none."""
         return self._simulated.ranks
 
-    def launch(self, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
-        """Continue as rank 0 of `world_size` ranks, on nodes of `per_node` GPUs. Environment variables stay set until
+    def launch(self, world_size: int, per_node: int = GPUS_PER_NODE, rank: int = 0) -> None:
+        """Continue as `rank` of `world_size` ranks, on nodes of `per_node` GPUs. Environment variables stay set until
         the caller restores os.environ."""
         from .distributed.process_group import launch
 
-        launch(self._simulated, world_size, per_node)
+        launch(self._simulated, world_size, per_node, rank)
 
     @property
     def allocated(self) -> int:
@@ -80,6 +80,22 @@ class Simulator:
     def peak_reserved(self) -> int:
         """The most reserved bytes, even if the code inside calls torch.cuda.reset_peak_memory_stats."""
         return self._simulated.peaks[1]
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes of this rank's simulated tensors on the host: parameters before they move, offloaded states,
+        and copies from the GPU. Tensors with values, such as data sets, are not counted."""
+        return self._simulated.engine.on_host.peak
+
+    @property
+    def host_pinned(self) -> int:
+        """The bytes of `host_peak` in pinned memory."""
+        return self._simulated.engine.on_host.pinned_at_peak
+
+    @property
+    def host_lines(self) -> dict[str, int]:
+        """The bytes of `host_peak` by the line of code that created the tensors, the most first."""
+        return self._simulated.engine.on_host.lines_at_peak
 
     @property
     def timeline(self) -> Timeline:
@@ -173,7 +189,9 @@ class Simulator:
 
 
 @contextmanager
-def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | None = None) -> Iterator[Simulator]:
+def simulator(
+    gpu: GPU | str, *, assume: float | None = None, world_size: int | None = None, rank: int = 0
+) -> Iterator[Simulator]:
     """Simulate `gpu` as this thread's only CUDA device until the block ends. All patches are then undone, even after an
     error.
 
@@ -195,12 +213,12 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     The same applies to torch.distributed.checkpoint's save, async_save and load, for this rank's files. Existing files
     load for real.
 
-    Several GPUs. With `world_size`, this process is rank 0 of that many ranks: RANK, LOCAL_RANK and WORLD_SIZE are set
+    Several GPUs. With `world_size`, this process is `rank` of that many ranks: RANK, LOCAL_RANK and WORLD_SIZE are set
     as torchrun sets them, and init_process_group creates a group whose other ranks do not exist. DDP, FSDP (both),
     DeepSpeed's ZeRO, DTensor, pipeline stages, context parallelism, accelerate and the Trainer run unchanged. The
-    memory is that of rank 0's GPU, except NCCL's own buffers, which the allocator does not manage. All ranks have this
-    rank's values, and collectives compute their results from them. A router's tokens are counted as split evenly among
-    its experts, and a note says so.
+    memory is that of this rank's GPU, except NCCL's own buffers, which the allocator does not manage. All ranks have
+    this rank's values, and collectives compute their results from them. A router's tokens are counted as split evenly
+    among its experts, and a note says so.
 
     torch.compile compiles everything except the kernels. Inductor decides for this GPU which operators to fuse and
     which tensors to save or recompute, and its buffers are counted. This needs Triton, and seconds for each graph. A
@@ -221,6 +239,8 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     SpecError inside another simulator and in a second thread.
     """
     device = find_gpu(gpu)
+    if not 0 <= rank < (world_size or 1):
+        raise SpecError(f"rank={rank} with world_size={world_size}: ranks are 0 to world_size - 1")
     if find_spec("torch") is None:
         raise NotAvailable("simulating needs torch: pip install 'llmlab[torch]'")
     capability_of(device)
@@ -234,5 +254,5 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     memory = Allocator(device.room(), AllocatorConfig.from_environment(), device.memory)
     memory.late_config = AllocatorConfig.from_environment  # a script may set it in its first lines
     simulated = SimulatedGPU(device, memory, host)
-    with script_on(simulated, host, world_size) as phases:
+    with script_on(simulated, host, world_size, rank) as phases:
         yield Simulator(simulated, phases)

@@ -13,10 +13,10 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
-import torch
 from torch.autograd import profiler
 
 from ..base.errors import NotAvailable
+from .devices import Shown
 from .values.placeholders import PLACEHOLDER, Unknown, located
 
 
@@ -43,7 +43,7 @@ class Event:
 class Stream:
     """torch.cuda.Stream, by its number; 0 is the default stream."""
 
-    device, device_index, device_type = torch.device("cuda", 0), 0, 1
+    device_type = 1
     _numbers = count(1)
 
     def __init__(self, device: Any = None, priority: int = 0, **known: Any) -> None:
@@ -51,6 +51,8 @@ class Stream:
         self.stream_id = self.cuda_stream = known["stream_id"] if "stream_id" in known else next(self._numbers)
 
     synchronize = wait_stream = wait_event = nothing
+    device = property(lambda self: Shown.device)
+    device_index = property(lambda self: Shown.device.index)
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -73,7 +75,7 @@ class Stream:
         return hash(self.stream_id)
 
     def __repr__(self) -> str:
-        return f"<torch.cuda.Stream device=cuda:0 cuda_stream={self.cuda_stream:#x}>"
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
 
 
 DEFAULT_STREAM = Stream(stream_id=0)

@@ -23,6 +23,8 @@ HELP = {
     "virtual_stages": "Virtual stages per pipeline rank; more than 1 interleaves 1F1B.",
     "cp": "Context-parallel ranks.",
     "ep": "Expert-parallel ranks, which are part of the --dp ranks; must be a divisor of --dp.",
+    "expert_imbalance": "Tokens of the busiest expert-parallel rank, divided by the mean of all ranks, from 1 "
+    "(even) to --ep.",
     "dp_replicate": "HSDP: number of copies of the sharded model; must be a divisor of --dp.",
     "sync_each_batch": "FSDP: reduce gradients after each micro-batch; otherwise, only after the last.",
     "reduce_dtype": "FSDP: dtype of the gradient reduction in mixed precision.",
@@ -44,6 +46,8 @@ HELP = {
     "training; adapter = the model with its adapter switched off.",
     "teacher": "Model to distill from, named like MODEL; default: a model as large as MODEL.",
     "completion_len": "Tokens to generate; included in --seq-len. Required by ppo and grpo.",
+    "mean_completion_len": "Mean tokens of a completion in ppo and grpo; --completion-len is then the maximum. "
+    "Default: all completions have --completion-len tokens.",
     "generations": "Completions of each prompt in ppo and grpo.",
     "gpu_memory_utilization": "Share of the GPU's memory that the generating engine of ppo and grpo uses.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",

@@ -104,7 +104,9 @@ class Training(ChoiceSpec):
     optimizer step accumulates the gradients of `accumulation` micro-batches. With attention="flash", packed documents
     or a batch without padding cost as much as `micro_batch` documents of their mean length. `dp`, `tp`, `pp`, `cp`,
     `ep` are the degrees of data, tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the
-    data-parallel ranks. `schedule` is the order of a pipeline's micro-batches; it is interleaved if `virtual_stages`
+    data-parallel ranks. `expert_imbalance` is the number of tokens that the busiest expert-parallel rank receives,
+    divided by the mean of all ranks: every layer waits for such a rank, and the memory is that of a rank which is the
+    busiest in every layer. `schedule` is the order of a pipeline's micro-batches; it is interleaved if `virtual_stages`
     (per rank) is more than 1. `dp_replicate` is the number of replicas of the sharded model (HSDP; torchtitan's name):
     each replica is sharded over `dp_shard` ranks.
     `sync_each_batch` (Accelerate's name): FSDP reduces gradients after each micro-batch. With False, the default of
@@ -137,8 +139,9 @@ class Training(ChoiceSpec):
     KL term.
     `teacher` is the model to "distill" from, by default one of the same sizes. "ppo" and "grpo" count completions in
     `micro_batch`; a completion is the last `completion_len` tokens of a sequence, and `generations` of them share a
-    prompt. A vLLM engine on the same GPU generates them with the share `gpu_memory_utilization` of the memory (TRL's
-    default), and sleeps while the model trains.
+    prompt. With a `mean_completion_len`, completions differ in length (serving/rollout.py), and `completion_len` is the
+    maximum, to which training pads them, as TRL does. A vLLM engine on the same GPU generates them with the share
+    `gpu_memory_utilization` of the memory (TRL's default), and sleeps while the model trains.
 
     `stack` names the code that trains: "transformers", another stack's name, or that stack's options, such as
     `lab.Torchtitan(ac="full")`. A name stands for the options with that stack's defaults. Fields that were not given,
@@ -164,6 +167,7 @@ class Training(ChoiceSpec):
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    expert_imbalance: float = 1.0
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     dp_replicate: int = 1
@@ -182,6 +186,7 @@ class Training(ChoiceSpec):
     reference: Reference | None = None
     teacher: str | None = None
     completion_len: int | None = None
+    mean_completion_len: int | None = None
     generations: int = 8
     gpu_memory_utilization: float = 0.3
     stack: StackOptions | str = TRANSFORMERS
@@ -215,6 +220,7 @@ class Training(ChoiceSpec):
                             "or zero=0")  # fmt: skip
         if self.dp % self.ep:
             raise SpecError(f"ep={self.ep} is not a divisor of dp={self.dp}, whose ranks share the experts; give one")
+        self._check_imbalance()
         if self.dp_replicate > 1:
             self._check_replicas()
         self._check_schedule()
@@ -277,6 +283,7 @@ class Training(ChoiceSpec):
             ("reference", objective.reference, self.reference),
             ("teacher", objective.loss == "teacher", self.teacher),
             ("completion_len", objective.generates, self.completion_len),
+            ("mean_completion_len", objective.generates, self.mean_completion_len),
         ):
             if value is not None and not applies:
                 raise SpecError(f"{name}={value!r} with {option}, which has none; leave it out")
@@ -304,6 +311,11 @@ class Training(ChoiceSpec):
             if self.completion_len >= self.seq_len:
                 raise SpecError(f"completion_len={self.completion_len} leaves no prompt in seq_len={self.seq_len}; "
                                 "give fewer tokens")  # fmt: skip
+            if self.mean_completion_len is not None:
+                self._check_counts("mean_completion_len")
+                if self.mean_completion_len > self.completion_len:
+                    raise SpecError(f"mean_completion_len={self.mean_completion_len} is more than completion_len="
+                                    f"{self.completion_len}, the maximum; give fewer tokens")  # fmt: skip
             if self.global_batch % self.generations:
                 raise SpecError(f"generations={self.generations} does not divide the {self.global_batch} completions "
                                 "of an update; give a divisor")  # fmt: skip
@@ -405,6 +417,15 @@ class Training(ChoiceSpec):
             raise SpecError(f"optimizer='muon' with {', '.join(conflicts)}: torch's Muon needs whole matrices on the "
                             "GPU; leave it out, or give adamw")  # fmt: skip
 
+    def _check_imbalance(self) -> None:
+        imbalance = self.expert_imbalance
+        if isinstance(imbalance, bool) or not isinstance(imbalance, (int, float)) or not 1 <= imbalance <= self.ep:
+            raise SpecError(f"expert_imbalance={imbalance!r} with ep={self.ep}: give the tokens of the busiest rank "
+                            "divided by the mean, a number from 1 to ep")  # fmt: skip
+        if imbalance > 1 and getattr(self.stack, "moe_expert_capacity_factor", None) is not None:
+            raise SpecError(f"expert_imbalance={imbalance} with moe_expert_capacity_factor, which pads or drops the "
+                            "tokens of each expert to the same number; leave one of them out")  # fmt: skip
+
     def _check_replicas(self) -> None:
         option = f"dp_replicate={self.dp_replicate} with dp={self.dp}"
         if self.dp % self.dp_replicate or self.dp == self.dp_replicate:
@@ -473,7 +494,7 @@ class Training(ChoiceSpec):
         if self.method == "sft":
             return self
         return replace(self, method="sft", micro_batch=self.sequences, reference=None, teacher=None,
-                       completion_len=None, num_labels=None)  # fmt: skip
+                       completion_len=None, mean_completion_len=None, num_labels=None)  # fmt: skip
 
     @property
     def tokens(self) -> int:

@@ -137,7 +137,8 @@ def test_a_stack_is_named_with_its_options():
     assert parsed("--stack", "transformers") == parsed()
 
 
-WITHOUT_A_DEFAULT = {"lora", "stack", "completion_len"}  # a run that may have a completion must have one
+# A run that may have a completion must have its length.
+WITHOUT_A_DEFAULT = {"lora", "stack", "completion_len", "mean_completion_len"}
 
 
 @pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - WITHOUT_A_DEFAULT))
@@ -146,7 +147,7 @@ def test_an_option_sets_its_field_and_nothing_else(name):
     default = getattr(owner(), name) if name != "precision" else "autocast-bf16"
     two_ranks, two_shards = ["--dp", "2"], ["--tp", "2"]
     shards = [*two_ranks, "--zero", "3"]
-    needs = {"zero": two_ranks, "ep": two_ranks,
+    needs = {"zero": two_ranks, "ep": two_ranks, "expert_imbalance": [*two_ranks, "--ep", "2"],
              "quantization": ["--lora", "16", "--precision", "bf16"],
              "double_quant": ["--lora", "16", "--quantization", "nf4"],
              "half_layers": ["--lora", "16", "--precision", "autocast-bf16"], "sequence_parallel": two_shards,

@@ -16,7 +16,7 @@ from llmlab.formulas.time.data_parallel import data_parallel, ddp_buckets, tenso
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.host import host_seconds
 from llmlab.formulas.time.kernels import kernels, training_rates
-from llmlab.formulas.time.step import step_seconds
+from llmlab.formulas.time.step import product_seconds, step_seconds
 from llmlab.hardware import gpu
 from llmlab.hardware.links import cluster, pcie_rates
 from llmlab.simulation.stacks.megatron import check as check_simulated
@@ -375,6 +375,34 @@ def test_experts_and_context_are_paid_for():
     assert far.experts > 3 * step(mixtral, run, "H100", H100).experts
     long = Training(micro_batch=1, seq_len=65536, precision="mixed-bf16", cp=8)
     assert step("meta-llama/Llama-3.1-8B", long, "H100", H100).context > 0
+
+
+def test_all_ranks_wait_for_the_busiest_experts():
+    spec = lab.model("Qwen/Qwen3-30B-A3B")
+    run = Training(seq_len=4096, precision="mixed-bf16", dp=8, ep=8, zero=3, stack="torchtitan:ac=none")
+    even, busy = (step(spec, replace(run, expert_imbalance=times), "H100", H100) for times in (1, 3))
+    assert busy.experts == pytest.approx(3 * even.experts, rel=0.1)  # all-to-alls, which have a latency too
+    assert even.attention == busy.attention and even.data_sent == busy.data_sent
+    reports = [lab.estimate(spec, replace(run, expert_imbalance=times), "H100") for times in (1, 3)]
+    assert reports[0].flops == reports[1].flops and reports[0].mfu > reports[1].mfu
+    # Without checkpointing, the block keeps of each additional row its input and four tensors of the experts' width.
+    rows = 2 * spec.experts_per_token * run.tokens
+    kept = 2 * rows * (spec.hidden + 4 * spec.moe_intermediate) * spec.layers
+    assert reports[1].peak_allocated - reports[0].peak_allocated == pytest.approx(kept, rel=0.05)
+    # Mixtral's wide experts: three times as many rows take three times as long.
+    mixtral = lab.model("mistralai/Mixtral-8x7B-v0.1")
+    wide = Training(seq_len=4096, precision="mixed-bf16", dp=8, ep=8)
+    even, busy = (product_seconds(mixtral, replace(wide, expert_imbalance=times), kernels("H100")) for times in (1, 3))
+    assert busy["experts"] == pytest.approx(3 * even["experts"], rel=0.1) and busy["attention"] == even["attention"]
+
+
+@pytest.mark.parametrize(("imbalance", "given"), [
+    (2, {}), (5, {"ep": 4}), (0.5, {"ep": 4}), ("even", {"ep": 4}), (float("nan"), {"ep": 4}),
+    (2, {"ep": 4, "stack": "megatron:moe_expert_capacity_factor=1"}),
+])  # fmt: skip
+def test_an_imbalance_that_cannot_be_is_refused(imbalance, given):
+    with pytest.raises(SpecError, match=f"expert_imbalance={imbalance!r}"):
+        Training(dp=4, expert_imbalance=imbalance, **given)
 
 
 def test_attention_hides_the_ring_and_a_slow_network_shows():

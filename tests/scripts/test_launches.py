@@ -19,6 +19,7 @@ import torch.distributed as dist
 ranks = int(os.environ.get("WORLD_SIZE", 1))
 if ranks > 1:
     dist.init_process_group("nccl")
+print("rank", *(os.environ.get(f"{of}RANK") for of in ("", "LOCAL_", "GROUP_")), torch.cuda.current_device())
 print("found", ranks, os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("SAID"), *sys.argv[1:])
 model = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,6 +116,35 @@ def test_each_node_has_as_many_ranks_as_the_launcher_says(run):
     assert [note["code"] for note in report["notes"]].count("rank-0-simulated") == 1
     result, _ = run("--world-size", "8", "torchrun", "--nnodes", "2", "--nproc_per_node", "2", "train.py")
     assert "found 8 8" in result.stderr
+
+
+def test_another_rank_sees_its_own_gpu(run):
+    words = ["torchrun", "--nnodes", "2", "--nproc_per_node", "4", "--node_rank", "1", "train.py"]
+    result, report = run("--rank", "6", *words)
+    assert "rank 6 2 1 2" in result.stderr and (report["rank"], report["world_size"]) == (6, 8)
+    codes = [note["code"] for note in report["notes"]]
+    assert "own-values" in codes and "rank-0-simulated" not in codes  # node 1's options were carried out
+    body = TRAIN.replace(".cuda()", ".to(int(os.environ['LOCAL_RANK']))").replace(
+        "optimizer =", "assert model.weight.device == torch.device('cuda:2') == torch.cuda.current_stream().device\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[2])\noptimizer =")  # fmt: skip
+    assert run("--rank", "2", "--world-size", "4", body=body)[1]["steps"] == 3
+    result, _ = run("--rank", "2", "--world-size", "4", body=body.replace("int(os.environ['LOCAL_RANK'])", "0"))
+    assert result.exit_code == 2 and "the simulator has one GPU, cuda:2" in result.stderr
+    result, _ = run("train.py")
+    assert "rank None None None 0" in result.stderr  # nothing is left of the rank before
+
+
+def test_a_spawned_process_has_the_rank(run):
+    body = ("import torch.distributed as dist\ndef main(rank):\n"
+            "    dist.init_process_group('gloo', rank=rank, world_size=4)\n    print('spawned', rank)\n"
+            "import torch.multiprocessing as mp\nmp.spawn(main, nprocs=4)\n" + TRAIN)  # fmt: skip
+    assert "spawned 3" in run("--rank", "3", "--world-size", "4", body=body)[0].stderr
+
+
+@pytest.mark.parametrize("words", [["--rank", "1"], ["--rank", "4", "--world-size", "4"], ["--rank", "-1"]])
+def test_a_rank_that_does_not_exist_is_refused(run, words):
+    result, _ = run(*words, "train.py")
+    assert result.exit_code == 2 and f"--rank {words[1]}: the run has" in result.stderr
 
 
 def test_a_group_that_the_script_makes_counts_with_its_ranks(run, tmp_path):

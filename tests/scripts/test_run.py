@@ -71,6 +71,16 @@ def test_the_peaks_are_those_of_the_simulator_and_the_parts_add_up(script):
     assert found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
 
 
+def test_the_host_has_the_weights_before_they_move_and_copies_of_them_later(script):
+    weights = 4 * (2 * 256 * 1024 + 1024 + 256)
+    found = answer("--gpu", "T4", name := script("step()"))
+    assert (found["host_peak"], found["host_lines"]) == (weights, {f"{name}:4": weights})
+    found = answer("--gpu", "T4", script("step()\nkept = [{k: v.cpu() for k, v in model.state_dict().items()}\n"
+                                         "        for epoch in range(3)]"))  # fmt: skip
+    assert found["host_peak"] == 3 * weights and list(found["host_lines"].values()) == [3 * weights]
+    assert f"created by {next(iter(found['host_lines']))}" in run("--gpu", "T4", name).stdout
+
+
 @pytest.mark.parametrize(
     "loop",
     [

@@ -83,12 +83,31 @@ def test_a_later_stage_s_inputs_are_said_or_refused():
         assert not sim.notes
 
 
+def test_each_later_stage_of_1f1b_holds_one_micro_batch_less():
+    layers, ranks, held = 6, 4, []
+    for rank in range(ranks):
+        with lab.simulator(CARD, world_size=ranks, rank=rank) as sim:
+            dist.init_process_group("nccl")
+            device = torch.device(f"cuda:{dist.get_rank() % torch.cuda.device_count()}")
+            module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to(device)
+            shapes = {"input_args": torch.empty(WIDTH, WIDTH, device="meta")}
+            own = PipelineStage(module, dist.get_rank(), ranks, device, **shapes)
+            x = torch.empty(WHOLE, device=device)
+            last = {"target": x, "losses": []} if rank == ranks - 1 else {}
+            schedule = schedules.Schedule1F1B(own, MICRO_BATCHES, loss_fn=loss)
+            held.append(peaks(sim, schedule, *([] if rank else [x]), **last)[-1])
+    assert held[0] - held[1] == held[1] - held[2] == layers * ACTIVATION
+    assert held[3] < held[2]
+
+
 def test_what_other_ranks_send_is_not_known():
     with lab.simulator(CARD, world_size=2):
         dist.init_process_group("nccl")
         dist.send_object_list(["mine"], dst=1)
         with pytest.raises(NotAvailable, match="recv_object_list"):
             dist.recv_object_list([None], src=1)
+        with pytest.raises(NotAvailable, match="scatter_object_list"):
+            dist.scatter_object_list([None], None, src=1)
         with pytest.raises(NotAvailable, match="recv of whole numbers"):
             dist.recv(torch.zeros(2, dtype=torch.int64), src=1)
         size = torch.zeros(1, dtype=torch.int64, device="cuda")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import llmlab as lab
@@ -105,6 +105,27 @@ def test_fsdp_gathers_a_layer_at_a_time():
     layer = 4 * (WIDTH * WIDTH + WIDTH)
     assert kept
     assert peaks[8] - peaks[4] < layer / 2  # whole, four layers more would be four layers more
+
+
+def test_offloaded_shards_gradients_and_moments_are_on_the_host():
+    with lab.simulator(CARD, world_size=2) as sim:
+        dist.init_process_group("nccl")
+        model = layers()
+        assert sim.host_peak == 4 * PARAMETERS and sim.host_pinned == 0
+        for layer in model:
+            fully_shard(layer, offload_policy=CPUOffloadPolicy())
+        kept = train(fully_shard(model, offload_policy=CPUOffloadPolicy()))
+        shard, temporary = 4 * PARAMETERS // 2, 4 * WIDTH * WIDTH // 2
+        assert len(kept.state) == 2 * LAYERS and sim.host_pinned == shard  # the weights: their sizes are powers of two
+        # AdamW on the host updates one tensor after the other.
+        assert 4 * shard < sim.host_peak <= 4 * shard + 3 * temporary
+        assert sum(sim.host_lines.values()) == sim.host_peak
+
+
+def test_pinned_memory_is_a_power_of_two():
+    with lab.simulator(CARD) as sim:
+        weight = nn.Parameter(torch.empty(3 * 2**18)).pin_memory()
+        assert weight.is_pinned() and sim.host_pinned == 4 * 2**20 and sim.host_peak == 7 * 2**20
 
 
 def test_a_script_with_fsdp_is_what_simulate_says_of_it():

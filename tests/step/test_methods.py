@@ -10,6 +10,7 @@ from click.testing import CliRunner
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
+from llmlab.serving.rollout import completion_lengths
 from llmlab.step.step import build_step, texts, training_step
 
 TINY = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
@@ -95,6 +96,32 @@ def test_the_phases_of_grpo_are_not_summed_and_the_engine_has_its_share():
     assert update == {name: seconds for name, seconds in small.time.items() if name != "generation"}
 
 
+def generated(**fields):
+    run = lab.Training(method="grpo", precision="bf16", checkpointing="full", seq_len=2048, completion_len=1024,
+                       micro_batch=2, accumulation=32, lora=lab.LoRA(), **fields)  # fmt: skip
+    return lab.estimate("meta-llama/Llama-3.1-8B", run, "H100-80GB")
+
+
+def test_generation_lasts_until_the_longest_completion():
+    equal, half = (generated(gpu_memory_utilization=0.6, mean_completion_len=mean) for mean in (1024, 512))
+    assert equal.time == generated(gpu_memory_utilization=0.6).time
+    assert half.peak_allocated == equal.peak_allocated  # TRL pads
+    # All are generated together, so fewer tokens do not shorten it in proportion.
+    assert 0.7 * equal.time["generation"] < half.time["generation"] < 0.95 * equal.time["generation"]
+    # With a small cache, others take the place of those that are finished.
+    equal, half = (generated(mean_completion_len=mean).time["generation"] for mean in (1024, 512))
+    assert half == pytest.approx(equal / 2, rel=0.15)
+
+
+@pytest.mark.parametrize("mean", [1, 200, 900, 1024])
+def test_completions_have_the_mean_that_was_given(mean):
+    lengths = completion_lengths(2000, mean, 1024)
+    assert sum(lengths) / 2000 == pytest.approx(mean, rel=0.01)
+    if 1 < mean < 1024:  # each token ends one with the same probability, until the limit
+        over = [sum(length > tokens for length in lengths) for tokens in (0, 300, 600)]
+        assert over[1] / over[0] == pytest.approx(over[2] / over[1], rel=0.03)
+
+
 def test_an_engine_whose_share_holds_no_sequence_is_out_of_memory():
     run = lab.Training(method="grpo", precision="bf16", seq_len=2048, completion_len=1024, micro_batch=8,
                        gpu_memory_utilization=0.2, lora=lab.LoRA())  # fmt: skip
@@ -105,6 +132,8 @@ def test_an_engine_whose_share_holds_no_sequence_is_out_of_memory():
 @pytest.mark.parametrize("fields", [
     {"method": "orpo", "reference": "kept"}, {"method": "dpo", "reference": "adapter"}, {"method": "dpo", "tp": 2},
     {"method": "grpo"}, {"method": "grpo", "completion_len": 1024, "seq_len": 1024}, {"teacher": "gpt2"},
+    {"method": "grpo", "completion_len": 8, "mean_completion_len": 9}, {"method": "dpo", "mean_completion_len": 8},
+    {"method": "grpo", "completion_len": 8, "mean_completion_len": 0},
     {"method": "grpo", "completion_len": 8, "micro_batch": 3}, {"method": "dpo", "stack": "torchtitan"},
 ])  # fmt: skip
 def test_options_that_a_method_does_not_have_are_refused(fields):
@@ -122,5 +151,5 @@ def test_plan_and_fix_refuse_what_they_do_not_know_by_name():
 def test_the_command_line_takes_a_method():
     result = CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", "--method", "dpo", "--json"])
     assert '"method": "dpo"' in result.output and result.exit_code == 0
-    words = ["--method", "grpo", "--completion-len", "8", "--generations", "1", "--json"]
-    assert '"completion_len": 8' in CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", *words]).output
+    words = ["--method", "grpo", "--completion-len", "8", "--mean-completion-len", "4", "--generations", "1", "--json"]
+    assert '"mean_completion_len": 4' in CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", *words]).output

@@ -208,8 +208,8 @@ def _mlp(share: Share) -> list[Saved]:
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
     # Each token is copied to its experts, and their outputs are saved for the router's gradient. The sum is averaged
     # over the layers, because the first ones can be dense.
-    copies = (1 + trained) * spec.experts_per_token
-    routed = share.expert_bytes * (copies * spec.hidden + tensors * spec.token_mlp_width)
+    own, received = spec.experts_per_token * spec.hidden, share.received_width
+    routed = share.expert_bytes * (own + trained * received + tensors * share.mlp_width)
     moe = T * (routed + c * tensors * spec.shared_experts * spec.moe_intermediate)
     mlps = Saved("mlp", (moe * spec.moe_layers + dense * spec.dense_layers) // spec.layers)
     return [Saved("linear inputs", inputs, "whole"), mlps]  # the router's
@@ -354,12 +354,13 @@ def checkpointed(share: Share) -> dict[str, int]:
         saved_by_kind["matmul outputs"] = T * (attention + c * _adapter_results(share))
     else:
         # The router returns a number for each expert, and each expert that a token is sent to an output.
-        element, sent = (share.expert_bytes, spec.experts_per_token) if spec.experts else (c, 1)
-        mlp = element * spec.token_mlp_width * (2 if spec.gated else 1) + c * spec.experts
+        element = share.expert_bytes if spec.experts else c
+        sent = share.received_width if spec.experts else spec.hidden
+        mlp = element * share.mlp_width * (2 if spec.gated else 1) + c * spec.experts
         attention += adapters_stream(share) * _adapter_results(share)
         split = T * (c * (spec.query_width + 2 * spec.key_width) + mlp + attention)
         # The last matmul of a pair returns a partial sum for all tokens, which is reduce-scattered afterwards.
-        saved_by_kind["matmul outputs"] = split // run.tp + T * spec.hidden * (c + element * sent)
+        saved_by_kind["matmul outputs"] = split // run.tp + T * (spec.hidden * c + element * sent)
     return saved_by_kind
 
 

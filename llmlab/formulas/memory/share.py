@@ -70,6 +70,17 @@ class Share:
         return expert_bytes(self.run)
 
     @property
+    def mlp_width(self) -> int:
+        """The width of all MLPs that the rank computes, per token of its own; that of the busiest expert-parallel
+        rank."""
+        return round(self.spec.token_mlp_width * self.run.expert_imbalance)
+
+    @property
+    def received_width(self) -> int:
+        """The elements of the rows that the rank's experts receive, per token of its own; those of the busiest rank."""
+        return round(self.spec.experts_per_token * self.spec.hidden * self.run.expert_imbalance)
+
+    @property
     def recomputes_last(self) -> bool:
         """Whether the rank's last block is recomputed. torchtitan can recompute only every n-th block."""
         return self.run.checkpointing is not None and self.layers % (stack_of(self.run).recomputes_one_in or 1) == 0

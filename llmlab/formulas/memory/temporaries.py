@@ -282,14 +282,14 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
     adapters = any(linear.part == "mlp" and linear.inputs == spec.hidden for linear in adapted(spec, run))
     widths: float = 1 + (run.lora is not None) if overwrites else 3 if spec.gated else 2
     widths, streams = _beside_adapters(share) if again else (widths, 0)
-    mlp = int(share.tokens * share.linear_bytes * (spec.token_mlp_width * widths / run.tp + spec.hidden * streams))
+    mlp = int(share.tokens * share.linear_bytes * (share.mlp_width * widths / run.tp + spec.hidden * streams))
     if run.lora and (eager := mlp_of(share)):
         mlp = in_backward(eager, int8_inputs(share, alone=True) - int8_inputs(share, 3, alone=True))
     written_out = not spec.gated and spec.activation not in FUSED and not share.blocks_compiled
     if written_out and run.lora:  # the gradient of the product with tanh, and those of both factors
         mlp = share.tokens * spec.intermediate * 3 * (4 if share.autocast else share.linear_bytes) // run.tp
     if overwrites and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
-        mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
+        mlp += 4 * share.tokens * (2 * share.mlp_width + spec.hidden)
     if share.writes_scores:
         attention = backward_scores(share) - (0 if recomputed else mlp_kept)
     else:
@@ -307,8 +307,7 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
 def expert_inputs(share: Share) -> int:
     """Return the bytes of activations and their gradients while the gradient of the experts' first weight is computed:
     the copies of the tokens and their gradient, and the gradient of both branches."""
-    spec = share.spec
-    widths = 2 * spec.experts_per_token * (spec.moe_intermediate + spec.hidden)
+    widths = 2 * (share.mlp_width + share.received_width)
     return share.tokens * share.expert_bytes * widths // share.run.tp
 
 

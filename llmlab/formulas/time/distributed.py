@@ -392,10 +392,11 @@ def _merged(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
 
 
 def _experts(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels) -> float:
-    """Return the seconds per micro-batch and layer with experts in which tokens are sent to their experts and back."""
+    """Return the seconds per micro-batch and layer with experts in which tokens are sent to their experts and back, on
+    the rank that receives the most."""
     group = cluster.group(run.ep, run.tp * run.cp)
     passes = 4 + 2 * whole_again(spec, run)
-    sent = spec.experts_per_token * _stream_bytes(spec, run) / run.tp
+    sent = run.expert_imbalance * spec.experts_per_token * _stream_bytes(spec, run) / run.tp
     return passes * gpu_kernels.collective("all-to-all", sent, group)
 
 

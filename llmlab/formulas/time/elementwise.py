@@ -198,7 +198,7 @@ def plain_block(share: Share) -> float:
     of_experts = expert_width(spec)
     forward, backward = mlp(share, spec.token_mlp_width - of_experts, m)
     if of_experts:
-        one_mlp = mlp(share, of_experts, share.expert_bytes)
+        one_mlp = mlp(share, run.expert_imbalance * of_experts, share.expert_bytes)
         forward, backward = forward + one_mlp.forward, backward + one_mlp.backward
     backward += 4 * joined_bytes(share)  # the gradients of both halves are concatenated
     if share.autocast or run.quantization:
@@ -285,7 +285,7 @@ def joined_bytes(share: Share) -> float:
     spec = share.spec
     if spec.fused_qkv and spec.gated:
         return share.linear_bytes * spec.token_mlp_width
-    return share.expert_bytes * expert_width(spec)
+    return share.expert_bytes * expert_width(spec) * share.run.expert_imbalance
 
 
 def halves(share: Share) -> Pass:
@@ -523,7 +523,7 @@ def fused_block(share: Share) -> float:
     biases = 0.0 if run.lora else c * sum(linear.outputs * linear.count for linear in spec.block_linears if linear.bias)
     joined = 2 * c * (spec.query_width + 2 * spec.key_width) if spec.fused_qkv else 0
     rotated = 0 if spec.learned_positions else 2 * c * (spec.query_width + spec.key_width) / run.tp
-    width = spec.token_mlp_width * c / run.tp
+    width = share.mlp_width * c / run.tp
     activated = (3 if spec.gated else 2) * width
     forward = sum(norms) + rotated + activated
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width

@@ -47,8 +47,8 @@ from .roofline import decode_pass, prefill_pass
 # torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
 # sqrt 2, div 2, add 2, addcdiv 4). A fused kernel needs 7.
 FOREACH = 3
-# Its 8 operators on lists launch a kernel per 320 blocks of 64 Ki elements
-# (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
+# Its 8 operators on lists launch a kernel per 320 blocks of 64 Ki elements, if torch is built for CUDA 12; built for
+# CUDA 13, it launches one per 2,240 blocks (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
 FOREACH_OPERATORS, FOREACH_ELEMENTS = 8, 320 * 65536
 # torch/optim/_adafactor.py, _single_tensor_adafactor: norms of the weight, of the gradient's rows and columns, and of
 # the update (4), the product of the row and column factors (1), div (2), clamp (2), rsqrt (2), mul (3), add (3).
@@ -410,6 +410,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
         m, n, k = rows * matmul.copies, matmul.outputs, matmul.inputs
         if matmul.part == "head":
             m = run.scored // run.cp
+        if matmul.part == "experts":
+            m = round(m * run.expert_imbalance)  # of the busiest rank
         if matmul.cut == "outputs":
             n = n // run.tp or 1
         elif matmul.cut == "inputs":

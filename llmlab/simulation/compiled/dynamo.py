@@ -2,8 +2,8 @@
 
 torch.compile is torch's own: Dynamo traces a frame, AOTAutograd builds the joint graph and partitions it, and Inductor
 lowers and schedules the parts (inductor.py). In a torch without CUDA, autograd rejects tensors on "cuda", even fake
-ones, so all fake tensors stay on the engine's GPU_DEVICE. `tracing` shows "cuda:0" to code that decides by the device,
-and creates tensors for "cuda" on GPU_DEVICE.
+ones, so all fake tensors stay on the engine's GPU_DEVICE. `tracing` shows `Shown.device` to code that decides by the
+device, and creates tensors for "cuda" on GPU_DEVICE.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from torch.fx import GraphModule
 from torch.nn.modules import module as modules
 
 from ...base.compat import FakeTensor, FakeTensorMode, FunctionalTensor, check, disable_current_modes, symbol
-from ..devices import GPU_DEVICE
+from ..devices import GPU_DEVICE, Shown
 from ..simulated_gpu import SimulatedGPU
 from ..streams import nothing
 
-CARD = torch.device("cuda", 0)
 OURS = "llmlab.simulation"
 # Modules that decide by the device: of a traced tensor (`x.device`), of a saved tensor, and of a kernel.
 SEES_CARD = ("torch._dynamo.variables.", "torch._functorch.partitioners", "torch._inductor.")
@@ -113,7 +112,7 @@ def dynamo_on(gpu: SimulatedGPU) -> Iterator[None]:
 
 @contextmanager
 def tracing(gpu: SimulatedGPU) -> Iterator[None]:
-    """Show "cuda:0" for fake tensors of the GPU to code that decides by the device, and hide our module hooks."""
+    """Show `Shown.device` for fake tensors of the GPU to code that decides by the device, and hide our module hooks."""
     real: Any = FakeTensor.device  # a property
     dispatch = FakeTensorMode.dispatch
     deciding = (*SEES_CARD, COMPARES_MESH) if gpu.engine.host else SEES_CARD
@@ -123,7 +122,8 @@ def tracing(gpu: SimulatedGPU) -> Iterator[None]:
 
     def device(tensor: FakeTensor) -> torch.device:
         value = real.fget(tensor)
-        return CARD if value == GPU_DEVICE and sees_cuda(sys._getframe(1).f_globals.get("__name__", "")) else value
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return Shown.device if value == GPU_DEVICE and sees_cuda(asking) else value
 
     def is_cuda(tensor: FakeTensor) -> bool:
         return tensor.fake_device == GPU_DEVICE and sees_cuda(sys._getframe(1).f_globals.get("__name__", ""))
@@ -139,7 +139,7 @@ def tracing(gpu: SimulatedGPU) -> Iterator[None]:
     def device_hint(tensor: Any) -> str:
         """Answer "cuda" to meta functions, some of which accept fewer dtypes on a CPU."""
         on_gpu = isinstance(tensor, FakeTensor) and tensor.fake_device == GPU_DEVICE
-        return CARD.type if on_gpu else hint(tensor)
+        return Shown.device.type if on_gpu else hint(tensor)
 
     real_to = FunctionalTensor.to
 
@@ -199,7 +199,7 @@ def on_device(graph: GraphModule, device: torch.device) -> None:
     """Let the nodes of `graph` create tensors on `device` instead of the GPU, under either of its two names."""
 
     def renamed(value: Any) -> Any:
-        return device if isinstance(value, torch.device) and value in (CARD, GPU_DEVICE) else value
+        return device if isinstance(value, torch.device) and value in (Shown.device, GPU_DEVICE) else value
 
     for module in graph.modules():
         if isinstance(module, GraphModule):

@@ -25,10 +25,10 @@ from torch.fx import GraphModule
 from ...base.compat import DisableTorchFunction, check, symbol
 from ...base.errors import NotAvailable
 from ...base.notes import Note
-from ..devices import GPU_DEVICE
+from ..devices import GPU_DEVICE, Shown
 from ..engine.engine import Engine
 from ..simulated_gpu import SimulatedGPU
-from .dynamo import CARD, on_device, tracing, uncollected
+from .dynamo import on_device, tracing, uncollected
 
 # A cache would return code compiled for other GPUs, and nothing can be chosen by measuring.
 CONFIG = {
@@ -160,7 +160,7 @@ def _compiler(gpu: SimulatedGPU, real: Callable[..., Any]) -> Callable[..., Any]
     """Return compile_fx_inner, which compiles the forward or the backward graph, for `gpu`."""
 
     def compile(graph: GraphModule, inputs: Any, **options: Any) -> Any:
-        on_device(graph, CARD)
+        on_device(graph, Shown.device)
         config = symbol("torch._inductor.config")
         # The backward graph may be compiled during a backward pass, when our torch function mode is on.
         with config.patch(CONFIG), tracing(gpu), uncollected(), DisableTorchFunction(), _wrapper_on(gpu):

@@ -59,6 +59,9 @@ def deepspeed_engine() -> Iterator[None]:
         patch(symbol("deepspeed.accelerator.real_accelerator"), "ds_accelerator", accelerator)
         # Otherwise it searches for compilers when the process group is created.
         stack.enter_context(mock.patch.dict(vars(symbol("deepspeed.ops")), __compatible_ops__={}))
+        # Their checks that all ranks have the same lists broadcast those of rank 0.
+        patch(symbol("deepspeed.runtime.zero.utils"), "assert_lst_len_same_as_other_ranks", nothing)
+        patch(symbol("deepspeed.runtime.zero.utils"), "get_lst_from_rank0", lambda mine: mine)
         for name in KEEPING:
             stack.enter_context(mock.patch.dict(vars(symbol(f"deepspeed.{name}"))))
         # zero.Init (ZeRO-3) replaces this function for good by one that saves more tensors for backward.

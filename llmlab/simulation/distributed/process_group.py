@@ -20,7 +20,9 @@ from torch.distributed import distributed_c10d
 
 from ...base.compat import symbol
 from ...base.errors import NotAvailable, SpecError, check_counts
+from ...base.notes import Note
 from ...hardware.links import GPUS_PER_NODE
+from ..devices import Shown
 from ..host_parameters import HostParameters
 from ..simulated_gpu import SimulatedGPU
 from ..streams import nothing
@@ -29,27 +31,36 @@ from ..values.placeholders import located
 from .moving import moved
 from .torch_engines import start_group, torch_engines
 
+OWN_VALUES = Note(
+    "own-values",
+    "Collectives, and objects that another rank would broadcast, have the values that this rank itself has.",
+)
 
-def launched(world_size: int, per_node: int = GPUS_PER_NODE) -> dict[str, str]:
-    """Return the environment that torchrun sets for rank 0 of `world_size`, with `per_node` ranks on each node."""
+
+def launched(world_size: int, per_node: int = GPUS_PER_NODE, rank: int = 0) -> dict[str, str]:
+    """Return the environment that torchrun sets for `rank` of `world_size`, with `per_node` ranks on each node."""
     check_counts(world_size=world_size)
-    local = str(min(world_size, per_node))
+    node, local = divmod(rank, per_node)
+    on_node = min(per_node, world_size - node * per_node)  # the last node may have fewer
     return {
-        "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local,
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+        "RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(node), "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(on_node), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
 
 
-def launch(gpu: SimulatedGPU, world_size: int, per_node: int = GPUS_PER_NODE) -> None:
-    """Make this process rank 0 of `world_size`, as if torchrun had started it on nodes of `per_node` GPUs."""
-    environment = launched(world_size, per_node)
+def launch(gpu: SimulatedGPU, world_size: int, per_node: int = GPUS_PER_NODE, rank: int = 0) -> None:
+    """Make this process `rank` of `world_size`, as if torchrun had started it on nodes of `per_node` GPUs."""
+    environment = launched(world_size, per_node, rank)
     os.environ.update(environment)
     gpu.local_ranks = int(environment["LOCAL_WORLD_SIZE"])
+    Shown.device = torch.device("cuda", int(environment["LOCAL_RANK"]))
+    if rank:
+        gpu.engine.remark(OWN_VALUES)
 
 
 @contextmanager
-def without_peers(gpu: SimulatedGPU, world_size: int | None, parameters: HostParameters) -> Iterator[None]:
-    """Let code in the block create process groups, as rank 0 of `world_size`, or as the environment or arguments say.
+def without_peers(gpu: SimulatedGPU, world_size: int | None, rank: int, parameters: HostParameters) -> Iterator[None]:
+    """Let code in the block create process groups, as `rank` of `world_size`, or as the environment or arguments say.
 
     `parameters` are on the host, and FSDP2 moves them to the GPU.
     """
@@ -59,9 +70,10 @@ def without_peers(gpu: SimulatedGPU, world_size: int | None, parameters: HostPar
         yield  # a real group, with real collectives
         return
     with ExitStack() as stack:
+        stack.callback(setattr, Shown, "device", Shown.device)
         if world_size is not None:
             stack.enter_context(mock.patch.dict(os.environ))
-            launch(gpu, world_size)
+            launch(gpu, world_size, rank=rank)
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(dist, "is_nccl_available", lambda: True)
         for module in (dist, symbol("torch.distributed.device_mesh")):
@@ -128,8 +140,8 @@ def _new_group(real: Callable) -> Callable:
 
 
 def _first_rank(fn: Callable[..., Any], args: tuple = (), *processes: Any, **options: Any) -> None:
-    """torch.multiprocessing.spawn: process 0 runs here, and the others do not exist."""
-    fn(0, *args)
+    """torch.multiprocessing.spawn: the process of this local rank runs here, and the others do not exist."""
+    fn(Shown.device.index, *args)
 
 
 def _all_reduce(real: Callable) -> Callable:
@@ -187,12 +199,17 @@ def _scatter_object_list(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if scatter_object_input_list is not None:
-        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
+    if scatter_object_input_list is None:
+        raise _unknown("scatter_object_list")
+    scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
 
 
 def _recv_object_list(*args: Any, **kwargs: Any) -> None:
-    raise located(NotAvailable(
-        "torch.distributed.recv_object_list: what another rank would send is unknown here; let this rank make the "
-        "objects, or lab.measure it"
+    raise _unknown("recv_object_list")
+
+
+def _unknown(name: str) -> Exception:
+    return located(NotAvailable(
+        f"torch.distributed.{name}: what another rank would send is unknown here; let this rank make the objects, or "
+        "lab.measure it"
     ))  # fmt: skip

@@ -23,7 +23,7 @@ from ...recording.parts import COMMUNICATION, GATHERED
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training, stack_of
 from ...step.ranks import Ranks, check_ranks, join
-from ..devices import GPU_DEVICE, HOST
+from ..devices import GPU_DEVICE, HOST, Shown
 from ..engine.engine import Engine
 from ..profile.recording import Labelled
 from ..streams import nothing
@@ -180,7 +180,7 @@ def _reducer(engine: Engine, labelled: Labelled) -> Iterator[None]:
     def init(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any):
         make(self, module, None, None, *args, **kw)  # the ids name the GPU, but DDP sees CPU tensors
         if device_ids and engine.device == GPU_DEVICE:  # forward moves its inputs there
-            self.device_type, self.device_ids = "cuda", [0]
+            self.device_type, self.device_ids = "cuda", [Shown.device.index]
         self.register_comm_hook(None, done)
 
     def pre_forward(*args: Any, **kwargs: Any) -> Any:

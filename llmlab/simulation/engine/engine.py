@@ -38,7 +38,8 @@ from ...base.notes import Note
 from ...hardware.gpu import GPU
 from ...recording.parts import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
-from ..devices import GPU_DEVICE, HOST
+from ..devices import GPU_DEVICE, HOST, Shown
+from ..host_tensors import HostTensors
 from ..values.collectives import COLLECTIVES, exchange
 from ..values.counts import BALANCED, BINS, DISTINCT, balance, counts_of, distinct_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
@@ -123,6 +124,8 @@ class Engine(TorchDispatchMode):
         self.requests: dict[int, int] = {}  # requested bytes by the time of an allocation
         self.asked: Any = None  # the place of the last request, granted or not
         self.defers: frozenset[type] = frozenset()  # wrapper tensors (DTensor): operators are seen on their inner ones
+        self.on_host = HostTensors()
+        self.busiest = 1.0, 1  # the tokens of the busiest expert-parallel rank over the mean, and the number of ranks
         self._time = 0
         self._live: dict[int, _Storage] = {}
         self._sizes: dict[int, int] = {}
@@ -190,7 +193,7 @@ class Engine(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if mixed := mixed_devices(func, args):
-            raise RuntimeError(DEVICES_DIFFER.format(*mixed).replace(str(GPU_DEVICE), "cuda:0"))
+            raise RuntimeError(DEVICES_DIFFER.format(*mixed).replace(str(GPU_DEVICE), str(Shown.device)))
         workspace = self.workspaces.get(func.name())
         op = Operator(func, args, kwargs)
         try:
@@ -201,12 +204,14 @@ class Engine(TorchDispatchMode):
         except RuntimeError as error:
             if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
                 raise
-            raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
+            shown = str(error).replace(str(GPU_DEVICE), str(Shown.device))
+            raise RuntimeError(shown) from None  # two devices do not mix
         if func.namespace in COLLECTIVES:
             exchange(func, args, op.out)
         elif func in BINS and known(args[0]) is None:
-            balance(op.out, args[0].numel())
-            self.remark(BALANCED)
+            balance(op.out, args[0].numel(), *self.busiest)
+            if self.busiest[0] == 1:
+                self.remark(BALANCED)
         elif not faked:
             follow(func, args, kwargs, op.out, self.follows)
         if workspace is None:
@@ -264,6 +269,8 @@ class Engine(TorchDispatchMode):
             elif out.device == self.device and (size := storage.nbytes()):
                 node = current_autograd_node()
                 self.hold_at(out, self.malloc(size)).made_by = node._sequence_nr() if node is not None else None
+            elif self.host is not None and out.device == HOST and isinstance(out, FakeTensor):
+                self.on_host.hold(out)
         elif isinstance(out, (tuple, list)):
             for tensor in out:
                 self.hold(tensor)

@@ -28,6 +28,7 @@ from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..allocator.config import AllocatorConfig
 from ..capability import capability_of
+from ..devices import Shown
 from ..engine.unsupported import CountedKernel
 from ..profile.snapshot import write_snapshot
 from ..simulated_gpu import SimulatedGPU
@@ -88,7 +89,7 @@ def cuda_api(gpu: SimulatedGPU) -> Iterator[None]:
         put(torch.cuda.memory, {**on_module, **_history(gpu), "is_initialized": lambda: True, "_lazy_init": nothing})
         put(torch.cuda.nvtx, {**dict.fromkeys(("range_push", "range_start"), lambda message: 0), "range_end": nothing,
                               "range_pop": lambda: 0, "mark": nothing})  # fmt: skip
-        put(torch.cuda.random, {**_random(), "current_device": lambda: 0})
+        put(torch.cuda.random, {**_random(), "current_device": lambda: Shown.device.index})
         real_state = torch.set_rng_state
         for module in (torch, torch.random):
             put(module, {"set_rng_state": lambda state: None if isinstance(state, FakeTensor) else real_state(state)})
@@ -112,17 +113,18 @@ def cuda_api(gpu: SimulatedGPU) -> Iterator[None]:
         yield
 
 
-def check_index(device: Any, gpus: int = 1) -> int:
-    """Return 0, the index of the GPU; raise torch's error for an index that is not below `gpus`."""
+def check_index(device: Any, gpus: int = 0) -> int:
+    """Return the index of the GPU; raise torch's error for another index that is not below `gpus`."""
+    shown = Shown.device
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device):
         if device.type != "cuda":
             raise ValueError(f"Expected a cuda device, but got: {device}")
         device = device.index
-    if device is not None and device not in range(gpus):
-        raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one GPU, cuda:0")
-    return 0
+    if device not in (None, shown.index, *range(gpus)):
+        raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one GPU, {shown}")
+    return shown.index
 
 
 def device_name(gpu: GPU) -> str:
@@ -168,6 +170,10 @@ def _device(simulated: SimulatedGPU) -> dict[str, Any]:
         check_index(device, simulated.local_ranks)
         return properties
 
+    def device_memory_used(device: Any = None) -> int:
+        check_index(device)
+        return gpu.memory - simulated.free
+
     def is_bf16_supported(including_emulation: bool = True) -> bool:
         return including_emulation or capability_of(gpu) >= BF16_CAPABILITY  # torch: any GPU can emulate bf16
 
@@ -178,8 +184,8 @@ def _device(simulated: SimulatedGPU) -> dict[str, Any]:
         "_lazy_init": nothing,
         "_lazy_call": nothing,
         "device_count": lambda: simulated.local_ranks,
-        "current_device": lambda: 0,
-        "set_device": lambda device: check_index(device) and None,
+        "current_device": lambda: Shown.device.index,
+        "set_device": lambda device: nothing(check_index(device)),
         "_exchange_device": lambda index: check_index(index) if index >= 0 else -1,
         "_maybe_exchange_device": lambda index: check_index(index) if index >= 0 else -1,
         "get_device_properties": get_device_properties,
@@ -187,14 +193,14 @@ def _device(simulated: SimulatedGPU) -> dict[str, Any]:
         "get_device_capability": lambda device=None: (get_device_properties(device).major, properties.minor),
         "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
         "is_bf16_supported": is_bf16_supported,
-        "synchronize": lambda device=None: check_index(device) and None,
+        "synchronize": lambda device=None: nothing(check_index(device)),
         "is_current_stream_capturing": _is_capturing,
         "get_allocator_backend": lambda: "native",
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": nothing,
         "cudart": lambda: runtime,
         "can_device_access_peer": lambda device, peer_device: False,
-        "device_memory_used": lambda device=None: check_index(device) + gpu.memory - simulated.free,
+        "device_memory_used": device_memory_used,
         **dict.fromkeys(SENSORS, lambda device=None: Unknown(PLACEHOLDER)),
         **{name: _refused(name) for name in NEED_DRIVER},
     }
@@ -349,7 +355,7 @@ class Generator(_HostGenerator, metaclass=_GeneratorType):
             return _Generator(device)
         check_index(place)
         self = super().__new__(cls)
-        self.place = torch.device("cuda", 0)
+        self.place = Shown.device
         return self
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -368,11 +374,11 @@ def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
         "device_count": lambda: torch.cuda.device_count(),
         "get_memory_info": memory["mem_get_info"],
         "set_device_index": check_index,
-        "current_device_idx": lambda: 0,
+        "current_device_idx": lambda: Shown.device.index,
         "set_device_idx": check_index,
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "current_device_index": lambda: 0,
+        "current_device_index": lambda: Shown.device.index,
         "current_stream": lambda device=None: DEFAULT_STREAM,
         "synchronize": nothing,
     }

@@ -23,7 +23,7 @@ from ...base.compat import (
     symbol,
 )
 from .. import FOLDER
-from ..devices import GPU_DEVICE, HOST
+from ..devices import GPU_DEVICE, HOST, Shown
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
 from ..values.known import VALUES_LIMIT, forget, know, known
@@ -45,7 +45,6 @@ from .dtensors import of_dtensors
 from .patches import made_on_gpu, on_gpu, set_data
 from .tensor_types import legacy_type
 
-CARD = torch.device("cuda", 0)
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 # Functions for which a whole number is an operand, not a size.
 TAKE_NUMBERS = frozenset((
@@ -72,7 +71,7 @@ SEES_CARD = (
 
 
 class Redirect(TorchFunctionMode):
-    """Maps "cuda" to the engine's device, and reports the engine's tensors as being on "cuda:0"."""
+    """Maps "cuda" to the engine's device, and reports the engine's tensors as being on `Shown.device`."""
 
     def __init__(self, engine: Engine, host: RealHost) -> None:
         super().__init__()
@@ -80,11 +79,11 @@ class Redirect(TorchFunctionMode):
         tensor_type: Any = Tensor  # a function mode sees properties as their getters and setters
         self.special: dict[Any, Callable[..., Any]] = {
             Tensor.cuda: self._cuda,
-            Tensor.pin_memory: _pin_memory,
+            Tensor.pin_memory: self._pin_memory,
             Tensor.is_pinned: lambda tensor, *device: getattr(tensor, "simulated_pin", False),
             tensor_type.is_cuda.__get__: lambda tensor: on_gpu(tensor),
             tensor_type.is_cpu.__get__: lambda tensor: not on_gpu(tensor) and tensor.device.type == "cpu",
-            Tensor.get_device: lambda tensor: 0 if on_gpu(tensor) else -1,
+            Tensor.get_device: lambda tensor: Shown.device.index if on_gpu(tensor) else -1,
             Tensor.new_tensor: _new_tensor,
             Tensor.type: _type,
             Tensor.item: self._item,
@@ -130,9 +129,7 @@ class Redirect(TorchFunctionMode):
                 check_index(kwargs["device"])
                 kwargs["device"] = GPU_DEVICE
             if pinned:
-                tensor = func(*args, **kwargs)
-                tensor.simulated_pin = True
-                return tensor
+                return self._pinned(func(*args, **kwargs))
         if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
             check_index(args[1])
             args = (args[0], GPU_DEVICE, *args[2:])
@@ -168,7 +165,8 @@ class Redirect(TorchFunctionMode):
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Show "cuda:0" to code outside torch, keep the mode on in backward passes, and let storages have addresses."""
+        """Show `Shown.device` to code outside torch, keep the mode on in backward passes, and give storages
+        addresses."""
         real_device: Any = FakeTensor.device  # a property
         run_backward = symbol("torch.autograd._engine_run_backward")
         real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
@@ -182,7 +180,7 @@ class Redirect(TorchFunctionMode):
 
         def default_device() -> torch.device:
             device = real_default()
-            return CARD if device == GPU_DEVICE else device
+            return Shown.device if device == GPU_DEVICE else device
 
         def pointer(storage: torch.UntypedStorage) -> int:
             address = self.engine.storage_address(storage)
@@ -217,7 +215,7 @@ class Redirect(TorchFunctionMode):
         if device != GPU_DEVICE or self.host.inside:
             return device
         inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
-        return device if inside and asking not in SEES_CARD else CARD
+        return device if inside and asking not in SEES_CARD else Shown.device
 
     def _device(self, dtensor: Tensor) -> torch.device:
         return self._shown(dtensor.device, sys._getframe(2).f_globals.get("__name__", ""))
@@ -227,7 +225,17 @@ class Redirect(TorchFunctionMode):
         if type(tensor) in (Tensor, FakeTensor):
             return tensor.to(GPU_DEVICE, non_blocking=non_blocking)
         with self:  # a subclass with a `to` of its own, which may name "cuda"
-            return tensor.to(CARD, non_blocking=non_blocking)
+            return tensor.to(Shown.device, non_blocking=non_blocking)
+
+    def _pin_memory(self, tensor: Tensor, *device: Any) -> Tensor:
+        if on_gpu(tensor):
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        return self._pinned(tensor.clone())
+
+    def _pinned(self, tensor: Any) -> Tensor:
+        tensor.simulated_pin = True
+        self.engine.on_host.pin(tensor)
+        return tensor
 
     # ---- values
 
@@ -309,7 +317,7 @@ class Redirect(TorchFunctionMode):
     def _numpy(self, tensor: Tensor, *, force: bool = False) -> Any:
         if on_gpu(tensor) and not force:
             raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. "
+                f"can't convert {Shown.device} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
         if tensor.requires_grad and not force:
@@ -427,14 +435,6 @@ def _new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None
     return new.requires_grad_() if requires_grad else new
 
 
-def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
-    if on_gpu(tensor):
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-    pinned: Any = tensor.clone()
-    pinned.simulated_pin = True
-    return pinned
-
-
 def _type(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     if dtype is None:
         with DisableTorchFunction():
@@ -453,7 +453,7 @@ def _repr(tensor: Tensor, **kwargs: Any) -> str:
         text = format_unknown("") + (f", size={tuple(tensor.shape)}" if tensor.dim() else "")
         if tensor.dtype not in (torch.float32, torch.int64, torch.bool):
             text += f", dtype={tensor.dtype}"
-    device = ", device='cuda:0'" if on_gpu(tensor) else ""
+    device = f", device='{Shown.device}'" if on_gpu(tensor) else ""
     grad = f", grad_fn=<{type(tensor.grad_fn).__name__}>" if tensor.grad_fn is not None else ""
     grad = grad or (", requires_grad=True" if tensor.requires_grad else "")
     head = "Parameter containing:\n" if isinstance(tensor, nn.Parameter) else ""

@@ -107,8 +107,8 @@ def installed(gpu: SimulatedGPU) -> Iterator[None]:
 
 
 @contextmanager
-def script_on(gpu: SimulatedGPU, host: RealHost, world_size: int | None) -> Iterator[Phases]:
-    """Install `gpu` for a script written for "cuda", as one rank of `world_size`; yield the phases of its run.
+def script_on(gpu: SimulatedGPU, host: RealHost, world_size: int | None, rank: int) -> Iterator[Phases]:
+    """Install `gpu` for a script written for "cuda", as `rank` of `world_size`; yield the phases of its run.
 
     Steps of our own name the engine's device and simulate the host too, so they use `installed` alone: the additions
     here make every call of torch slower. Raises SpecError if a simulator is already open, in this thread or another.
@@ -123,7 +123,7 @@ def script_on(gpu: SimulatedGPU, host: RealHost, world_size: int | None) -> Iter
     with exclusive("simulator()"), swept("__main__") as look, ExitStack() as stack:
         _open.append(gpu.gpu.name)
         stack.callback(_open.clear)
-        stack.enter_context(as_cuda(gpu, host, world_size))
+        stack.enter_context(as_cuda(gpu, host, world_size, rank))
         stack.enter_context(phases.watched())
         try:
             yield phases
@@ -132,8 +132,8 @@ def script_on(gpu: SimulatedGPU, host: RealHost, world_size: int | None) -> Iter
 
 
 @contextmanager
-def as_cuda(gpu: SimulatedGPU, host: RealHost, world_size: int | None) -> Iterator[None]:
-    """Install `gpu` for code that names "cuda" and computes real values on the host, as one rank of `world_size`."""
+def as_cuda(gpu: SimulatedGPU, host: RealHost, world_size: int | None, rank: int) -> Iterator[None]:
+    """Install `gpu` for code that names "cuda" and computes real values on the host, as `rank` of `world_size`."""
     engine = gpu.engine
     checkpoints, redirect = Checkpoints(engine, gpu.kept_files), Redirect(engine, host)
     parameters = HostParameters(engine, checkpoints)
@@ -161,7 +161,7 @@ def as_cuda(gpu: SimulatedGPU, host: RealHost, world_size: int | None) -> Iterat
             for module, names in alone.items():
                 loaders[module] = partial(lambda *what: stack.enter_context(no_other_ranks(*what)), module, *names)
         stack.enter_context(on_import(loaders))
-        stack.enter_context(without_peers(gpu, world_size, parameters))
+        stack.enter_context(without_peers(gpu, world_size, rank, parameters))
         yield
 
 

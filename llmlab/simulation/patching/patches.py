@@ -185,10 +185,25 @@ def cuda_operators(capability: Capability) -> Iterator[None]:
         for module in [sys.modules[name] for name in sys.modules if name.startswith("torch.optim.")]:
             if hasattr(module, "_get_capturable_supported_devices"):
                 stack.enter_context(mock.patch.object(module, "_get_capturable_supported_devices", also))
+            if default := getattr(module, "_default_to_fused_or_foreach", None):
+                choose = _foreach_on_gpu(default)
+                stack.enter_context(mock.patch.object(module, "_default_to_fused_or_foreach", choose))
         for module in (optimizers, symbol("torch.utils._foreach_utils")):  # clip_grad_norm_ uses the second
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
         yield
+
+
+def _foreach_on_gpu(default: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+    """Return torch's choice of an optimizer's kernels, which updates lists of tensors only on the GPU: to torch, both
+    devices are a CPU."""
+
+    @wraps(default)
+    def choose(params: list[Any], *args: Any, **kwargs: Any) -> tuple[bool, bool]:
+        fused, foreach = default(params, *args, **kwargs)
+        return fused, foreach and all(p is None or on_gpu(p) for p in params)
+
+    return choose
 
 
 def made_on_gpu(

@@ -2,7 +2,8 @@
 all values are assumed to be the same.
 
 A router's tokens are counted for each expert, ranks exchange the counts, and buffers are sized accordingly. A router is
-trained to be balanced, but a real one is uneven; the simulated memory is that of an even split.
+trained to be balanced, but a real one is uneven; the simulated memory is that of an even split, unless the run has an
+`expert_imbalance`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ BALANCED = Note(
 )
 
 
-def balance(counts: Tensor, total: int) -> None:
-    """Set the values of `counts` to an even split of `total`."""
+def balance(counts: Tensor, total: int, busiest: float = 1.0, ranks: int = 1) -> None:
+    """Set the values of `counts` to a split of `total`: an even one, except that the bins of the first of `ranks`, this
+    one, have `busiest` times as many as the mean."""
     bins = max(1, counts.numel())
+    own = bins // ranks
+    first = round(total * busiest / ranks)
     with disable_current_modes():
-        even = torch.tensor([total // bins + (number < total % bins) for number in range(bins)])
-        know(counts, even.to(counts.dtype))
+        split = torch.tensor(_even(first, own) + _even(total - first, bins - own))
+        know(counts, split.to(counts.dtype))
+
+
+def _even(total: int, bins: int) -> list[int]:
+    return [total // bins + (number < total % bins) for number in range(bins)]
 
 
 def counts_of(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:

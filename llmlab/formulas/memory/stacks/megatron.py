@@ -117,11 +117,12 @@ def _saved(share: Share) -> tuple[Kept, ...]:
 
 
 def routed(share: Share) -> float:
-    """Return how many rows a rank's experts compute for each of its tokens, if the experts are equally loaded. With a
-    capacity (--moe-expert-capacity-factor, --moe-pad-expert-input-to-capacity) this includes padding. It is 1 without
+    """Return how many rows the experts of the busiest rank compute for each of its tokens. With a capacity
+    (--moe-expert-capacity-factor, --moe-pad-expert-input-to-capacity) this includes padding. It is 1 without
     experts."""
     stack, spec = Megatron.of(share.run), share.spec
-    return spec.experts_per_token * (stack.moe_expert_capacity_factor or 1) if spec.experts else 1
+    factor = stack.moe_expert_capacity_factor or share.run.expert_imbalance
+    return spec.experts_per_token * factor if spec.experts else 1
 
 
 def _routing(share: Share) -> tuple[Kept, ...]:

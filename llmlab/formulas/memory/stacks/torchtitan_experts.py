@@ -16,13 +16,12 @@ PADDING = 8
 
 
 def rows(share: Share) -> float:
-    """Return how many rows a rank's experts compute for each of its tokens, including padding, if ranks are equally
-    loaded.
+    """Return how many rows the experts of the busiest rank compute for each of its tokens, including padding."""
+    return _received(share) + PADDING * share.spec.experts / share.run.ep / share.tokens
 
-    The ranks of an expert group then receive as many rows from each other as they send.
-    """
-    spec = share.spec
-    return spec.experts_per_token + PADDING * spec.experts / share.run.ep / share.tokens
+
+def _received(share: Share) -> float:
+    return share.spec.experts_per_token * share.run.expert_imbalance
 
 
 def saved(share: Share) -> tuple[Kept, ...]:
@@ -75,7 +74,7 @@ def _sending(share: Share) -> tuple[Kept, ...]:
     return (
         *_held(share)[:2],
         _of("w2: its output", "h", rows(share)),
-        _of("_unpermute: its output", "h", chosen),
+        _of("_unpermute: its output", "h", _received(share)),
         _of("all_to_all: its output", "h", chosen),
     )
 

@@ -52,7 +52,7 @@ def block(share: Share) -> float:
         / spec.layers
         for row in (True, False)
     )
-    width, turned = spec.token_mlp_width * c, c * (Q + K)
+    width, turned = share.mlp_width * c, c * (Q + K)
     inputs = 2 if spec.gated else 1
     activated = Pass((inputs + 1) * width, (2 * inputs + 1) * width)
     if spec.gated and not stack.bias_swiglu_fusion:

@@ -19,7 +19,7 @@ def block(share: Share) -> float:
         activation      SiLU and a multiplication: 2 f and 3 f; backward 3 f and two multiplications of 3 f
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
-    heads, width = (spec.query_width + spec.key_width) / run.tp, spec.token_mlp_width * c / run.tp
+    heads, width = (spec.query_width + spec.key_width) / run.tp, share.mlp_width * c / run.tp
     stream = spec.hidden / (run.tp if run.sequence_parallel else 1)
     rotated = heads * (2 * c + 16)
     normed = heads if spec.qk_norm else 0.0
