@@ -123,7 +123,7 @@ EXPERIMENTS: dict[str, tuple[str, Options]] = {
         "--pp": (2, "pipeline stages (default 2); the rest is data parallel"),
         "--sequences": (8, "of a step, over all ranks (default 8)"),
         "--micro-batches": (4, "of a pipeline (default 4)"),
-        "--schedule": ("1f1b", ", ".join(SCHEDULES)),
+        "--schedule": ("1f1b", ", ".join(name for name in SCHEDULES if name != "interleaved")),  # one stage per rank
         **LAUNCH,
         "--ranks": (4, "processes (default 4)"),
     }),
