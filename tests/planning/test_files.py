@@ -4,6 +4,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import runpy
 import stat
 import subprocess
@@ -320,6 +321,21 @@ def test_shells_and_skypilot_read_what_starts_it(tmp_path):
     stopped = subprocess.run(["bash", tmp_path / "out" / "launch.sh"], capture_output=True, text=True,
                              env={"PATH": os.environ["PATH"]})  # fmt: skip
     assert stopped.returncode and "set the learning rate" in stopped.stderr
+
+
+def test_skypilot_brings_what_megatrons_launch_script_asks_for(tmp_path):
+    """Its package has no pretrain_gpt.py, and the tokenizer and the updates are arguments that no plan knows."""
+    run = lab.Training(dp=2, tp=4, zero=1, precision="mixed-bf16", seq_len=4096, stack="megatron")
+    written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
+    task = settings(tmp_path / "out", "sky.yaml")
+    asked = set(re.findall(r"\$\{(\w+):\?", (tmp_path / "out" / "launch.sh").read_text()))
+    assert asked == {"LR", "MEGATRON"} <= set(task["envs"])
+    subprocess.run(["bash", "-n", "-c", task["setup"] + task["run"]], check=True)
+    assert f"git clone --depth 1 --branch core_v{KNOWN['megatron'][1]}" in task["setup"]
+    (tmp_path / "out" / "launch.sh").write_text('echo "$@"')
+    started = subprocess.run(["bash", "-c", task["run"]], capture_output=True, text=True, cwd=tmp_path / "out",
+                             env={"PATH": os.environ["PATH"], "ARGS": "--train-iters 9"})  # fmt: skip
+    assert started.stdout == "--train-iters 9\n"
 
 
 def test_nothing_is_replaced_or_half_written(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...base.compat import KNOWN
 from ...engines.texts import yaml_text
 
 # SkyPilot's names of GPUs, by ours (catalogs/v8/common/accelerators.csv of its catalog).
@@ -15,6 +16,10 @@ SKY_GPUS = {
     "MI300X": "MI300X",
 }  # fmt: skip
 PORT = 29500  # torchrun's own default
+MEGATRON_CLONE = (
+    "[ -d Megatron-LM ] || "
+    f"git clone --depth 1 --branch core_v{KNOWN['megatron'][1]} https://github.com/NVIDIA/Megatron-LM\n"
+)
 
 
 def launch_script(
@@ -58,19 +63,21 @@ srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' 
 
 
 def sky_task(title: str, gpu: str, nodes: int, per_node: int, packages: list[str], data: bool) -> str | None:
-    """Return sky.yaml for `sky launch`; None for a GPU that SkyPilot has no name for."""
+    """Return sky.yaml for `sky launch`; None for a GPU that SkyPilot has no name for. `data` says whether the program
+    is train.py; others have arguments of their own. Megatron-LM's script is in its repository, not in its package."""
     if gpu not in SKY_GPUS:
         return None
-    data_word = ' ${DATA:+--data "$DATA"}' if data else ""
+    clones = any(package.startswith("megatron-core") for package in packages)
+    variable, words = ("DATA", ' ${DATA:+--data "$DATA"}') if data else ("ARGS", " $ARGS")
     task = {
         "name": "train",
         "num_nodes": nodes,
         "resources": {"accelerators": f"{SKY_GPUS[gpu]}:{per_node}"},
         "workdir": ".",
-        "envs": {"LR": "", **({"DATA": ""} if data else {})},
-        "setup": f"pip install {' '.join(packages)}\n",
+        "envs": {"LR": "", variable: "", **({"MEGATRON": "Megatron-LM"} if clones else {})},
+        "setup": f"pip install {' '.join(packages)}\n" + MEGATRON_CLONE * clones,
         "run": 'export NODE_RANK=$SKYPILOT_NODE_RANK HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
-               f'bash launch.sh{data_word}\n',
+               f'bash launch.sh{words}\n',
     }  # fmt: skip
-    env = " --env DATA=train.txt" if data else ""
+    env = " --env DATA=train.txt" if data else ' --env ARGS="..."'
     return f"# {title}.\n#     sky launch sky.yaml --env LR=...{env}\n" + yaml_text(task)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...base.compat import KNOWN
 from ...base.errors import SpecError
 from ...base.tables import Table, Tabular
 from ...engines.texts import toml_text, yaml_text
@@ -150,7 +151,7 @@ def _started(run: Training, by: str) -> tuple[str, list[str]]:
         start = '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"'
         return start, [f"torchtitan=={RELEASE}"]
     script = '"${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" $(grep -v "^#" megatron_args.txt) --lr "$LR"'
-    return script, ["megatron-core", "transformer-engine[pytorch]"]
+    return script, [f"megatron-core=={KNOWN['megatron'][1]}", "transformer-engine[pytorch]"]
 
 
 def write_files(
