@@ -42,8 +42,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     @click.option("--goal", default="fastest", show_default=True,
                   help="One of fastest, cheapest, smallest (least memory).")
     @click.option("--stack", default="transformers", show_default=True,
-                  help=f"Training code. One of {', '.join((TRANSFORMERS, *STACKS))}. Its own options follow a colon: "
-                  "torchtitan:ac=full; an unknown one prints the list.")
+                  help=f"Training code. One of {', '.join((TRANSFORMERS, *STACKS))}. A stack's own options follow a "
+                  "colon: torchtitan:ac=full. An unknown stack or option prints the list of valid ones.")
     @click.option("--write", "folder", metavar="DIR", help="Write the launch files of the best run to this folder.")
     @click.option("--force", is_flag=True, help="Let --write replace files.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
@@ -54,9 +54,10 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         """Search for the best training configuration on your GPUs.
 
         Formulas rank the configurations, and simulations confirm the best ones. A star marks memory that was estimated
-        because llmlab cannot simulate the run. A dagger marks the memory of an eager step, an upper bound of the
-        compiled step's. Ctrl-C stops the search and prints the best configurations so far. With --goal cheapest, the
-        search also tries other GPU models with a known price, in numbers up to that of --gpus.
+        because llmlab cannot simulate the run. A dagger marks memory that was simulated without torch.compile; the
+        compiled step needs at most as much. Ctrl-C stops the search and prints the best configurations so far. With
+        --goal cheapest, the search also tries GPU models other than that of --gpus, if their price is known. It never
+        uses more GPUs than --gpus has.
 
         MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """

@@ -38,7 +38,7 @@ LOOKED_AT = 1_000  # candidates; some are skipped: other micro-batches of a layo
 # benchmarks/plans/plans.py derives it.
 MARGIN = 0.04
 SIMULATED_EAGER = Note(
-    "simulated-eager", "Simulated as an eager step, whose memory is an upper bound of the compiled one's."
+    "simulated-eager", "Simulated without torch.compile; the compiled step needs at most as much memory."
 )
 UNDECIDED = "they are too close to the limit, and were not simulated"
 

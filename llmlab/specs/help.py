@@ -13,7 +13,7 @@ HELP = {
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
     "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. all: every "
     "frozen layer, as when a model is loaded in bf16 and trained with the Trainer's bf16=True. embeddings: the "
-    "embedding and the head of a quantized model. Unquantized layers not named here stay in fp32, as after peft's "
+    "embedding and the head of a quantized model. All other unquantized layers are in fp32, as after peft's "
     "prepare_model_for_kbit_training.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
@@ -34,8 +34,8 @@ HELP = {
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels: Liger Kernel, or only a fused cross-entropy loss or a fused RMSNorm.",
     "stack": "Training code: transformers, torchtitan, megatron, torchtune, deepspeed, litgpt or nanotron. The choice "
-    "can change the defaults of other options. Its own options follow a colon: torchtitan:ac=full; an unknown one "
-    "prints the list.",
+    "can change the defaults of other options. A stack's own options follow a colon: torchtitan:ac=full. An unknown "
+    "stack or option prints the list of valid ones.",
     "fp8": "Recipe for fp8 matmuls; needs --compile and --precision bf16 or mixed-bf16.",
     "images": "Images in each sequence of a vision-language model; --seq-len counts their tokens.",
     "pixels": "Size of each image before the processor resizes it: a number of pixels, or HEIGHTxWIDTH.",
