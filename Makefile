@@ -178,7 +178,7 @@ stacks: env ## other stacks' own packages into _build/stacks, for `lab.simulate(
 scripts: env ## other people's scripts under `llmlab run`: CLONES=their repositories WORK=a folder for stand-ins
 	$(BIN)/python -m benchmarks.scripts.standins --clones $(CLONES) --work $(WORK)
 	CLONES=$(CLONES) WORK=$(WORK) $(BIN)/python -m benchmarks.scripts.scripts --out benchmarks/results
-	$(BIN)/python -m benchmarks.scripts.peft_methods --clone $(CLONES)/peft --work $(WORK) --out benchmarks/results
+	PEFT=$(CLONES)/peft WORK=$(WORK) $(BIN)/python -m benchmarks.scripts.peft_methods --out benchmarks/results
 
 records: env ## measure on this GPU what the chapters ask for, and write records
 	$(BIN)/llmlab record

@@ -157,8 +157,8 @@ def report(rows: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--clone", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
-@click.option("--work", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option("--clone", envvar="PEFT", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
+@click.option("--work", envvar="WORK", type=click.Path(path_type=Path, file_okay=False), required=True)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--jobs", type=int, default=1, help="methods that are simulated at a time")
 def main(clone: Path, work: Path, out: Path | None, jobs: int) -> None:

@@ -54,8 +54,8 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.library.Library": "_destroy",
         "torch.nn.Module": "_apply",
         "torch.ops.aten.linear.default": "_op_dk _opname _overloadpacket _schema",
-        "torch.optim.optimizer": "_foreach_supported_types _get_capturable_supported_devices "
-        "_get_foreach_kernels_supported_devices",
+        "torch.optim.optimizer": "_default_to_fused_or_foreach _foreach_supported_types "
+        "_get_capturable_supported_devices _get_foreach_kernels_supported_devices",
         "torch.profiler.profile": "__init__",
         "torch.serialization": "load save",
         "torch.utils._device": "_device_constructors",

@@ -209,6 +209,8 @@ def _alike(gpu: GPU, run: Training) -> GPU:
     )  # fmt: skip
     if stack_of(run).own_kernels:
         kind = (*kind, gpu.sms)
+    if stack_of(run).own_zero:  # which flattens the weights on the GPU only if there is room
+        kind = (*kind, gpu.room(run.world_size))
     return _KINDS.setdefault(kind, gpu)
 
 
