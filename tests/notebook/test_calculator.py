@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -242,3 +244,12 @@ def test_where_no_plan_is_sure_to_fit_the_page_says_what_would():
 )
 def test_what_makes_no_plan_is_a_sentence(state, says):
     assert says in answer({**FORM["defaults"], "kind": "planning", **state})["error"]
+
+
+def test_the_calculator_needs_no_torch():
+    """A browser has none: whatever answers is imported where torch cannot be."""
+    program = ("import sys; sys.modules.update(torch=None, transformers=None); "
+               "from llmlab.notebook.calculator import answer, form; "
+               "print(answer(form()['defaults'])['headline'])")  # fmt: skip
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...base.compat import KNOWN
 from ...engines.texts import yaml_text
 
 # SkyPilot's names of GPUs, by ours (catalogs/v8/common/accelerators.csv of its catalog).
@@ -16,9 +15,10 @@ SKY_GPUS = {
     "MI300X": "MI300X",
 }  # fmt: skip
 PORT = 29500  # torchrun's own default
+MEGATRON = "0.16.1"  # release of Megatron-LM
 MEGATRON_CLONE = (
     "[ -d Megatron-LM ] || "
-    f"git clone --depth 1 --branch core_v{KNOWN['megatron'][1]} https://github.com/NVIDIA/Megatron-LM\n"
+    f"git clone --depth 1 --branch core_v{MEGATRON} https://github.com/NVIDIA/Megatron-LM\n"
 )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...base.compat import KNOWN
 from ...base.errors import SpecError
 from ...base.tables import Table, Tabular
 from ...engines.texts import toml_text, yaml_text
@@ -20,7 +19,7 @@ from ...engines.tuners import axolotl_config, llama_factory_config, megatron_arg
 from ...specs.check import check
 from ...specs.model import ModelSpec, models
 from ...specs.run import Training, stack_of
-from .launch import launch_script, sky_task, slurm_job
+from .launch import MEGATRON, launch_script, sky_task, slurm_job
 from .script import deepspeed_settings, kind, packages, training_script, uses_deepspeed
 
 
@@ -151,7 +150,7 @@ def _started(run: Training, by: str) -> tuple[str, list[str]]:
         start = '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"'
         return start, [f"torchtitan=={RELEASE}"]
     script = '"${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" $(grep -v "^#" megatron_args.txt) --lr "$LR"'
-    return script, [f"megatron-core=={KNOWN['megatron'][1]}", "transformer-engine[pytorch]"]
+    return script, [f"megatron-core=={MEGATRON}", "transformer-engine[pytorch]"]
 
 
 def write_files(
