@@ -4,12 +4,12 @@
 
 DIR of --clone holds huggingface/peft at commit 5d602fdbf. method_comparison/MetaMathQA/run.py fine-tunes Llama-3.2-3B
 in bf16 with 4 sequences per step for 5,000 steps, on an L40S, and its results have the largest reserved memory, and the
-allocated memory after a step, averaged over the first 250. The script runs unchanged, but for 11 steps (its settings
-are a file), and with one generated token in its evaluations.
+allocated memory after a step, averaged over the first 250. No line of the script is changed. Its settings, which are a
+file, are 11 steps here, and one generated token in the evaluations.
 
 The data set and the tokenizer are not there. The script sorts each 20 batches, the longest first, and empties the
 allocator's cache after every tenth step, so the longest batch comes directly after that. The stand-in has one batch of
-LONGEST tokens, padded, and nine of few; then the script takes them again. LONGEST is the one number that is chosen:
+LONGEST tokens, padded, and nine of SHORT tokens. Step 11 begins again with the longest. LONGEST is the one number that is chosen:
 with it, LoRA of rank 32 reserves what was published, and all other rows follow. After a step, the logits of the last
 batch are still allocated, so its length matters there as well: the table has the difference between a method and LoRA
 of rank 32, in which the length cancels out.
@@ -93,8 +93,8 @@ def stand_ins(work: Path) -> dict[str, Path]:
 
 
 def simulated(folder: Path, experiment: str, work: Path, files: dict[str, Path]) -> dict[str, Any]:
-    """Run the script for one experiment; return its reserved bytes, those allocated after a step as the script says
-    them, and the trainable parameters; or the last line of what it said."""
+    """Run the script for one experiment. Return its largest reserved memory, the memory after a step as the script
+    prints it, and its trainable parameters; or the error that it ended with."""
     short = folder / "experiments" / f"{experiment}__short"
     shutil.rmtree(short, ignore_errors=True)
     shutil.copytree(folder / "experiments" / experiment, short)
@@ -111,8 +111,8 @@ def simulated(folder: Path, experiment: str, work: Path, files: dict[str, Path])
     after = re.search(r'"mem allocated": "(\d+)"', ran.stderr)
     trained = re.search(r"trainable params: ([\d,]+)", ran.stderr)
     if not (after and trained and ran.stdout.lstrip().startswith("{")):
-        said = re.findall(r"^(?:encountered an error: .*|\w+Error: .*)$", ran.stderr, re.MULTILINE)
-        return {"said": said[0] if said else ran.stderr.strip().splitlines()[-1]}
+        errors = re.findall(r"^(?:encountered an error: .*|[\w.]+Error: .*)$", ran.stderr, re.MULTILINE)
+        return {"error": errors[0] if errors else ran.stderr.strip().splitlines()[-1]}
     report = json.loads(ran.stdout)
     return {"reserved": report["peak_reserved"], "after": int(after[1]), "trained": int(trained[1].replace(",", "")),
             "outcome": report["outcome"]}  # fmt: skip
@@ -128,7 +128,7 @@ def published(file: Path) -> dict[str, Any]:
 
 def report(rows: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
     """Return the table: by name, what was published and what was simulated."""
-    ran = {name: row for name, row in rows.items() if "said" not in row[1]}
+    ran = {name: row for name, row in rows.items() if "error" not in row[1]}
     theirs, ours = ran[REFERENCE]
     lines, off, apart, same = [], [], [], 0
     for name, (known, made) in ran.items():
@@ -150,7 +150,7 @@ def report(rows: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
         f"the median and by {max(apart):,.0f} MiB at most.", "",
         *titled_table("PEFT's methods for Llama-3.2-3B on an L40S", header, lines),
     ]  # fmt: skip
-    failed = [[name, made["said"][:200]] for name, (_, made) in rows.items() if "said" in made]
+    failed = [[name, made["error"][:200]] for name, (_, made) in rows.items() if "error" in made]
     if failed:
         text += titled_table("Methods that were not simulated", ["method", "message"], failed, words=True)
     return "\n".join([*text, provenance("llmlab", "torch", "transformers", "peft")])
