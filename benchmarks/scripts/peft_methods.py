@@ -9,10 +9,10 @@ file, are 11 steps here, and one generated token in the evaluations.
 
 The data set and the tokenizer are not there. The script sorts each 20 batches, the longest first, and empties the
 allocator's cache after every tenth step, so the longest batch comes directly after that. The stand-in has one batch of
-LONGEST tokens, padded, and nine of SHORT tokens. Step 11 begins again with the longest. LONGEST is the one number that is chosen:
-with it, LoRA of rank 32 reserves what was published, and all other rows follow. After a step, the logits of the last
-batch are still allocated, so its length matters there as well: the table has the difference between a method and LoRA
-of rank 32, in which the length cancels out.
+LONGEST tokens, padded, and nine of SHORT tokens. Step 11 begins again with the longest. LONGEST is the one number that
+is chosen: with it, LoRA of rank 32 reserves what was published, and all other rows follow. After a step, the logits of
+the last batch are still allocated, so its length matters there as well: the table has the difference between a method
+and LoRA of rank 32, in which the length cancels out.
 """
 
 from __future__ import annotations
