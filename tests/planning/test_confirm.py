@@ -290,7 +290,7 @@ print(lab.plan({TINY!r}, "2xA100-80GB", 16, fixed={FIXED!r}).best.unconfirmed)
 
 @pytest.fixture
 def interruptible():
-    """SIGINT as in a terminal's foreground: a shell without job control starts `make test &` with the signal ignored."""
+    """SIGINT as in a terminal: a shell without job control starts `make test &` with the signal ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
