@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
-from llmlab.formulas.time.elementwise import moved
+from llmlab.formulas.time.elementwise import ENGINE_CASTS, engine_casts, moved
 
 LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512,
@@ -44,3 +44,11 @@ def test_math_moves_16_bytes_per_score_forward_and_24_backward_in_blocks_of_lige
         moved(spec, replace(run, attention=way), lab.gpu("T4")).blocks for way in ("sdpa", "efficient")
     )
     assert math - efficient == pytest.approx(4 * 8 * 2048**2 * (2 * 16 + 24), rel=0.1)
+
+
+def test_transformer_engine_casts_one_more_input_two_gradients_and_three_weights_of_a_wider_mlp():
+    """A gated MLP's first two matmuls share an input, which is as wide as the model."""
+    run, casts = lab.Training(seq_len=1024, stack=lab.Megatron(fp8_recipe="tensorwise")), ENGINE_CASTS["tensorwise"]
+    wide, narrow = (engine_casts(lab.model({**LLAMA, "intermediate_size": width}), run) for width in (2048, 1024))
+    of_tokens = run.tokens * (casts.other + 2 * casts.gradient)
+    assert wide - narrow == 4 * 1024 * (of_tokens + 3 * 512 * casts.weight)

@@ -6,6 +6,7 @@ Those that `simulate` has no engine for (pipelines, context, experts) are in tes
 import pytest
 
 import llmlab as lab
+from llmlab.formulas.memory.moments import training_moments
 
 LLAMA = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
          "num_hidden_layers": 3, "intermediate_size": 1408, "vocab_size": 16000,
@@ -72,3 +73,11 @@ def test_rank_0_holds_in_each_phase_what_the_simulator_finds(config, settings, a
     estimate, simulation = agree(config, run, "H100-80GB")
     for phase in ("forward", "backward", "optimizer"):
         assert estimate.phases[phase] == pytest.approx(simulation.phases[phase], rel=0.04), phase
+
+
+@pytest.mark.parametrize("method", ["sft", "ppo"])
+def test_loaded_models_have_no_optimizer_states_yet(method):
+    run = lab.Training(method=method, **({"completion_len": 64, "generations": 1} if method == "ppo" else {}))
+    loaded = [moment.parts["optimizer"] for moment in training_moments(lab.model(LLAMA), run, None)
+              if moment.phase == "load"]  # fmt: skip
+    assert loaded and not any(loaded)

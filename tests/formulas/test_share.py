@@ -106,3 +106,12 @@ def test_a_card_of_the_same_kind_has_the_same_memory_and_reports_share_nothing()
     reports[0].detail["activations"].clear()
     reports[0].parts.clear()
     assert reports[1].detail["activations"] and lab.estimate(LLAMA, run, "H100").parts == other
+
+
+def test_before_hopper_recomputed_compiled_blocks_write_a_mask_again_and_once_for_all_heads():
+    def masks(gpu, checkpointing):
+        run = lab.Training(seq_len=64, precision="bf16", compile=True, checkpointing=checkpointing)
+        return share_of(LLAMA, run, lab.gpu(gpu)).remade_masks
+
+    assert masks("A100-80GB", "full") == masks("A100-80GB", "selective") == 1 + 8
+    assert masks("A100-80GB", None) == masks("H100", None) == masks("H100", "full") == 0 < masks("H100", "selective")

@@ -12,6 +12,7 @@ from llmlab.formulas.memory.states import (
     device_parameters,
     factored_elements,
     states,
+    unsplit,
 )
 from llmlab.specs.stages import stage_layers
 
@@ -220,3 +221,12 @@ def test_bytes_are_whole_numbers(name: str, settings: dict[str, object]) -> None
     run = lab.Training(**{"precision": "mixed-bf16", "seq_len": 16} | settings)
     held = states(lab.model({**MODELS[name], "vocab_size": 1001}), run)
     assert all(type(value) is int for value in (*held[:-1], *held.units) if value is not None), held
+
+
+def test_the_states_of_adamw_leave_as_much_unsplit_as_two_copies_of_the_weights() -> None:
+    """GPT-2's embedding ends less than 1 MiB before a multiple of 2 MiB. Eight ranks share the states as one piece."""
+    gpt2 = lab.model("gpt2")
+    weights, moments = unsplit(gpt2, lab.Training())
+    assert moments == 2 * weights > 0
+    for fields in ({"optimizer": "sgd"}, {"offload": "optimizer"}, {"dp": 8, "zero": 1}):
+        assert unsplit(gpt2, lab.Training(**fields)) == (weights, 0)

@@ -1,8 +1,16 @@
 """What a block's operators take for a moment beside what it keeps, held to the real classes under simulation."""
 
+from dataclasses import replace
+
 import pytest
 
 import llmlab as lab
+from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.memory.temporaries import LossBytes, loss_bytes
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+         "num_hidden_layers": 3, "intermediate_size": 176, "vocab_size": 1000,
+         "max_position_embeddings": 256}  # fmt: skip
 
 
 def test_beside_the_scores_of_int8_linears_are_none_of_the_inputs_that_only_adapters_keep_later():
@@ -15,3 +23,36 @@ def test_beside_the_scores_of_int8_linears_are_none_of_the_inputs_that_only_adap
     run = lab.Training(1, 1024, "fp16", quantization="int8", lora=lora, attention="eager")
     estimate, simulation = (verb(model, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
     assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_of_logits_cut_by_vocabulary_holds_one_more_of_them(precision):
+    """loss_parallel writes log_softmax out: what is shifted, its exponentials, and the difference, all in fp32."""
+    sizes = {"vocab_size": 16000, "num_key_value_heads": 8, "max_position_embeddings": 512, "num_hidden_layers": 1}
+    run = lab.Training(seq_len=512, precision=precision, tp=2)
+    guess, found = (verb({**LLAMA, **sizes}, run, "H100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert guess.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.06)
+    assert guess.phases["backward"] == pytest.approx(found.phases["backward"], rel=0.06)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
+def test_gathered_logits_are_whole_on_each_rank(precision):
+    """Beside the loss of one device there is, as the head's gradient is made, the rank's own part of the logits'."""
+    sizes = {"vocab_size": 16000, "num_key_value_heads": 8, "max_position_embeddings": 512, "num_hidden_layers": 1}
+    run = lab.Training(seq_len=512, precision=precision, tp=2, loss_parallel=False)
+    guess, found = (verb({**LLAMA, **sizes}, run, "H100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert guess.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.02)
+    assert guess.phases["backward"] == pytest.approx(found.phases["backward"], rel=0.02)
+
+
+def test_the_bytes_of_gathered_logits():
+    """In bf16: logits, their fp32 copy and log_softmax; its gradient and theirs; then the half gradient's own part.
+    In fp32 the most of forward is the gather: a part, what all sent, and that in the order of words."""
+    run = lab.Training(micro_batch=2, seq_len=256, precision="bf16", tp=4, loss_parallel=False)
+    one = 2 * 256 * 1000  # numbers
+    spec = lab.model({**LLAMA, "num_key_value_heads": 8})
+    found = loss_bytes(share_of(spec, run))
+    assert found == LossBytes(10 * one, 14 * one, 2 * one + 2 * one // 4, 2 * one, 6 * one)
+    assert loss_bytes(share_of(spec, replace(run, precision="fp32"))).forward == 8 * one + 4 * one // 4
+    fused = loss_bytes(share_of(spec, replace(run, kernels="fused-loss")))
+    assert fused.forward == 4 * one + 2 * one // 4 and fused.gradient == 4 * one

@@ -4,11 +4,13 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
 import llmlab as lab
+from llmlab.base.errors import SpecError
 from llmlab.serving.launch import launch_line
 from llmlab.serving.service import KV, WEIGHTS
 
@@ -88,3 +90,20 @@ def test_sglang_divides_its_limits_by_the_copies_of_attention():
     words = launch_line("a/b", service).split()
     assert words[words.index("--max-running-requests") + 1] == str(4 * 64)
     assert words[words.index("--chunked-prefill-size") + 1] == str(4 * 2048)
+
+
+LAUNCHED = {
+    "vllm": ("--pipeline-parallel-size 2", '"method": "eagle3", "model": "a/b", "num_speculative_tokens": 4'),
+    "sglang": ("--pp-size 2", "--speculative-algorithm EAGLE3 --speculative-draft-model-path a/b"),
+    "trtllm": ("--pp_size 2", '"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": "a/b"'),
+}
+
+
+@pytest.mark.parametrize("engine", LAUNCHED)
+def test_launch_lines_have_stages_and_drafts(engine):
+    stages, draft = LAUNCHED[engine]
+    drafted = lab.Service(engine, draft="eagle3:a/b", acceptance=0.7, draft_tokens=4)
+    assert stages in launch_line("m", lab.Service(engine, pp=2))
+    assert draft in launch_line("m", drafted)
+    with pytest.raises(SpecError, match="names no checkpoint"):
+        launch_line("m", replace(drafted, draft="eagle3"))

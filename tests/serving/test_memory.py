@@ -1,9 +1,20 @@
-"""What weights take on each GPU of a deployment."""
+"""The weights on each GPU of a deployment, its cache, and the requests that fill it."""
+
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import llmlab as lab
-from llmlab.serving.memory import weight_bytes
+from llmlab.serving.memory import divided_memory, weight_bytes
+from llmlab.serving.sizing import longest_context
+from llmlab.specs.model import model
+
+LLAMA, LLAMA_1B = model("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.2-1B"
+H100 = lab.gpu("H100")
+FAMILIES = ("meta-llama/Llama-3.1-8B", "openai/gpt-oss-20b", "Qwen/Qwen3-Next-80B-A3B-Instruct",
+            "deepseek-ai/DeepSeek-V3", "google/gemma-3-27b-pt")  # fmt: skip
 
 
 def test_expert_parallelism_divides_routed_experts_and_leaves_the_shared_one_whole():
@@ -19,3 +30,37 @@ def test_kernels_in_mxfp4_pad_experts_except_on_hopper():
     hopper, ampere = (weight_bytes(spec, service, lab.gpu(name)) / 2**30 for name in ("H100", "A100-80GB"))
     assert hopper == pytest.approx(12.82, rel=0.005)
     assert ampere == pytest.approx(13.72, rel=0.005)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(FAMILIES), st.integers(64, 30_000))
+def test_the_longest_requests_together_fill_the_cache(name, tokens):
+    """vLLM's "Maximum concurrency": of N requests at once each has max_model_len tokens, of N + 1 not."""
+    spec, service = model(name), lab.Service(weights="fp8", tp=8, max_model_len=tokens)
+    memory = divided_memory(spec, service, H100)
+    if users := int(memory.longest):
+        assert longest_context(spec, service, H100, users) >= tokens
+    assert longest_context(spec, service, H100, users + 1) < -(-tokens // 16) * 16
+
+
+@pytest.mark.parametrize(("gib", "longest", "draft", "logged"), [
+    (3.81, 20_000, None, 1.56), (2.89, 29_000, None, 0.82), (51.63, 131_072, "eagle3", 3.13),
+])  # fmt: skip
+def test_the_longest_requests_are_as_many_as_vllm_logged(gib, longest, draft, logged):
+    """"Maximum concurrency" of Llama-3.1-8B, vllm-project/vllm#10517 and #19996 (with EAGLE's layer)."""
+    service = lab.Service(max_model_len=longest, draft=draft, acceptance=0.7 if draft else None)
+    memory = replace(divided_memory(LLAMA, service, H100), cache=int(gib * 2**30))
+    assert memory.longest == pytest.approx(logged, abs=0.006)
+
+
+def test_a_draft_takes_memory_for_its_weights_and_cache():
+    plain, draft = lab.Service(), model(LLAMA_1B)
+    with_draft = replace(plain, draft=LLAMA_1B, acceptance=0.7)
+    one, two = divided_memory(LLAMA, plain, H100), divided_memory(LLAMA, with_draft, H100)
+    assert two.weights - one.weights == pytest.approx(2 * draft.parameters, rel=0.01)
+    assert two.per_token - one.per_token == 4 * draft.layers * draft.kv_heads * draft.head_dim
+    deepseek = model("deepseek-ai/DeepSeek-V3")
+    mtp = lab.Service(weights="fp8", tp=8, draft="mtp", acceptance=0.85)
+    without = replace(mtp, draft=None, acceptance=None)
+    added = divided_memory(deepseek, mtp, H100).weights - divided_memory(deepseek, without, H100).weights
+    assert 8 * added == pytest.approx(11.5e9 + 8 * 3 * 2 * 7168**2, rel=0.1)  # 11.5B parameters of the layer: README

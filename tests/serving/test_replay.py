@@ -166,3 +166,9 @@ def test_new_requests_wait_for_the_scheduler_to_look():
 def test_prompts_are_tokenized_one_after_another():
     served = replay([Arrival(0, 10, 1)] * 3, lambda _: 1.0, tokenizing=0.5, delay=2.0)
     assert [one.ready for one in served] == [7, 12, 17]
+
+
+def test_no_more_requests_are_there_than_users() -> None:
+    served = replay([Arrival(0, 4, new) for new in (3, 5, 2, 6, 4)], lambda _: 1.0, users=2)
+    for one in served:
+        assert sum(other.entered <= one.entered < other.tokens[-1] for other in served) <= 2

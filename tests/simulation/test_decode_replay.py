@@ -7,15 +7,9 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import torch
 
 import llmlab as lab
-from llmlab.base.units import KiB, MiB
-from llmlab.simulation.allocator.caching import Allocator
-from llmlab.simulation.decode_record import DecodeStep, Living, Request
-from llmlab.simulation.decode_requests import Replayer
-from llmlab.simulation.devices import HOST
-from llmlab.simulation.engine.engine import Engine
+from llmlab.base.units import MiB
 
 report = import_module("llmlab.simulation.report")
 
@@ -119,20 +113,6 @@ def test_layers_whose_small_requests_repeat_are_skipped(batch, prompt, memory, m
     monkeypatch.setattr(report, "steps_that_run", lambda run, window: set(range(run.new_tokens)))
     agree(played, taken(DEEP, run, card))
     assert (replayed < len(requests) - replayed) == (memory is None)
-
-
-@pytest.mark.parametrize("size", [512 * KiB, 1 * MiB])
-def test_requests_that_need_new_segments_are_not_skipped(size):
-    """A step keeps 24 small blocks until it ends. Blocks of 1 MiB fill each segment, so the free blocks are the same
-    before every other request, although each of these needs a new segment."""
-    allocator = Allocator(2**34)
-    allocator.free(allocator.malloc(512))  # as a step finds it that others preceded
-    numbers = range(1, 25)
-    requests = [*[Request("malloc", number, size) for number in numbers], *[Request("free", each) for each in numbers]]
-    logits = Living((2 * MiB,), (1,), 0, 4 * MiB, torch.float16, 25)
-    step = DecodeStep((*requests, Request("malloc", 25, 4 * MiB)), (), (logits,), ())
-    Replayer(Engine(HOST, allocator), step, step).replay(1, [])
-    assert allocator.statistics.small_pool.reserved_bytes.peak == 24 * size
 
 
 def test_a_step_that_was_not_foretold_makes_those_before_it_run(monkeypatch):

@@ -6,21 +6,18 @@ M  rows    N  columns
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import llmlab as lab
 from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulation.simulator import simulator
 from llmlab.simulation.workspaces.cub import sort_scratch
-from llmlab.simulation.workspaces.reductions import _ordered
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
@@ -53,26 +50,6 @@ def peak(run: Callable[[], Any]) -> int:
 
 def block(size: int) -> int:
     return ceil(size / 512) * 512
-
-
-# ---- reductions
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
-def test_dimensions_are_coalesced_into_the_same_reduction(shape, data):
-    """TensorIterator.cpp: elements, outputs and strides survive; a contiguous block of reduced dimensions is one."""
-    reduced = data.draw(st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
-    kept = [1 if gone else size for size, gone in zip(shape, reduced, strict=True)]
-    outputs = [0 if gone else prod(kept[dim + 1 :]) * 4 for dim, gone in enumerate(reduced)]
-    inputs = [prod(shape[dim + 1 :]) * 4 for dim in range(len(shape))]
-    sizes, out_steps, in_steps = _ordered(shape, outputs, inputs)
-    assert prod(sizes) == prod(shape)
-    assert prod(size for size, step in zip(sizes, out_steps, strict=True) if step) == prod(kept)
-    gone = [step == 0 for step in out_steps]
-    assert gone == sorted(gone, reverse=True)  # reduced ones first
-    last = sum((size - 1) * step for size, step in zip(sizes, in_steps, strict=True))
-    assert last == (prod(shape) - 1) * 4
 
 
 def test_values_are_followed_through_reductions(card):

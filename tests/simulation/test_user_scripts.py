@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import copy
-import glob
-import io
 import math
-import os
-import pickle
-import shutil
 import subprocess
 import sys
 import warnings
@@ -20,10 +15,7 @@ from torch import nn
 
 import llmlab as lab
 from llmlab.base.errors import NotAvailable
-from llmlab.simulation.allocator.memory import HostMemory
-from llmlab.simulation.engine.engine import HOST, Engine
 from llmlab.simulation.simulator import simulator
-from llmlab.simulation.workspaces.registry import OUTPUTS
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
@@ -373,99 +365,6 @@ def test_addresses_tell_shared_weights_from_others(card):
 # ---- checkpoints
 
 
-def test_a_checkpoint_is_kept_in_memory_and_takes_the_cards_memory_when_loaded(card, tmp_path):
-    path = tmp_path / "best.pt"
-    path.write_text("a good checkpoint")
-    model = nn.Linear(256, 256, bias=False).cuda()  # 256 KiB
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(2, 256, device="cuda")).sum().backward()
-    optimizer.step()
-    with pytest.warns(UserWarning, match="best.pt is kept in memory"):
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
-    assert path.read_text() == "a good checkpoint"
-    before = card.allocated
-    content = torch.load(path, map_location="cuda")
-    assert content["epoch"] == 3 and content["model"]["weight"].is_cuda
-    assert card.allocated - before == 3 * 256 * 1024 + 512  # weight, two moments; step is on the host, 4 B on the GPU
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    before = card.allocated
-    on_host = torch.load(path, map_location="cpu", weights_only=True)
-    assert not on_host["model"]["weight"].is_cuda and card.allocated == before
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    assert torch.load(buffer, weights_only=False).weight.is_cuda
-
-
-def test_a_checkpoint_is_renamed_copied_found_and_removed_where_it_is_kept(card, tmp_path):
-    """Atomic saves, the best of several, and rotation, as scripts do them; the disk stays as it was."""
-    model, last, best = nn.Linear(8, 8).cuda(), tmp_path / "last.pt", tmp_path / "best.pt"
-    last.write_text("of an older run")
-    with pytest.warns(UserWarning, match="is kept in memory"):
-        torch.save(model.state_dict(), f"{last}.tmp")
-    os.replace(f"{last}.tmp", last)
-    shutil.copyfile(last, best)
-    assert os.path.exists(best) and best.is_file() and not os.path.exists(f"{last}.tmp")
-    assert f"{os.path.getsize(best) / 1e6:.1f} MB" == "? MB"
-    assert torch.load(best)["weight"].is_cuda and torch.load(last, map_location="cpu")["bias"].shape == (8,)
-    os.remove(best)
-    assert not best.exists() and last.read_text() == "of an older run"
-    step = tmp_path / "step-1"
-    step.mkdir()
-    with pytest.warns(UserWarning, match="is kept in memory"):
-        torch.save(model, step / "model.pt")
-    step.rename(tmp_path / "step-final")
-    assert torch.load(tmp_path / "step-final" / "model.pt", weights_only=False).weight.is_cuda
-    assert os.listdir(tmp_path / "step-final") == ["model.pt"]
-    with pytest.raises(FileNotFoundError):
-        os.lstat(tmp_path / "step-final" / "model.pt")  # the disk's own answer
-
-
-@pytest.mark.filterwarnings("ignore:tensors on the simulated card:UserWarning")
-def test_checkpoints_are_found_by_pattern_and_by_date(card, tmp_path):
-    """How scripts resume from the latest and delete the oldest."""
-    folder, model = tmp_path / "steps", nn.Linear(8, 8).cuda()
-    (folder / "real").mkdir(parents=True)
-    (folder / "log.txt").write_text("of before")
-    for step in (2, 10, 1):
-        torch.save(model.state_dict(), folder / f"{step}.pt")
-    torch.save(model.state_dict(), folder / "deep" / "er.pt")
-    torch.save(model.state_dict(), folder / "2.pt")  # again: now the latest
-    files = glob.glob(f"{folder}/*.pt")
-    assert sorted(map(os.path.basename, files)) == ["1.pt", "10.pt", "2.pt"]
-    assert [each.name for each in sorted(folder.glob("*.pt"), key=os.path.getmtime)] == ["10.pt", "1.pt", "2.pt"]
-    assert glob.glob(f"{folder}/1.pt") and not glob.glob(f"{folder}/3.pt")
-    assert {each.name for each in folder.rglob("*.pt")} == {"1.pt", "10.pt", "2.pt", "er.pt"}
-    walked = {os.path.relpath(top, folder): (sorted(folders), sorted(names)) for top, folders, names in os.walk(folder)}
-    assert walked == {
-        ".": (["deep", "real"], ["1.pt", "10.pt", "2.pt", "log.txt"]), "real": ([], []), "deep": ([], ["er.pt"]),
-    }  # fmt: skip
-
-
-def test_the_hosts_generator_survives_a_state_that_went_over_the_card(card, tmp_path):
-    with pytest.warns(UserWarning, match="is kept in memory"):
-        torch.save({"rng": torch.get_rng_state(), "w": torch.ones(3, device="cuda")}, tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", map_location="cuda")["rng"]
-    before = torch.get_rng_state()
-    torch.set_rng_state(state.cpu())
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(1)
-    torch.set_rng_state(before)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of the storage that it pickles
-def test_pickle_takes_tensors_of_the_host_and_of_the_card(card):
-    """What DataLoader workers, datasets.map(num_proc=4) and all_gather_object do with an object."""
-    host, there = torch.arange(4.0), torch.ones(3, 2, device="cuda")
-    before = torch.cuda.memory_allocated()
-    again, copied = pickle.loads(pickle.dumps((host, there)))
-    assert again.tolist() == [0, 1, 2, 3]
-    assert copied.shape == (3, 2) and copied.device.type == "cuda"
-    assert torch.cuda.memory_allocated() == before + 512
-
-
 def test_packed_sequences_hold_what_their_lengths_say(card):
     layer = nn.LSTM(256, 320, batch_first=True).cuda()
     x, lengths = torch.randn(3, 40, 256, device="cuda"), torch.tensor([7, 40, 20])
@@ -521,19 +420,6 @@ def test_sparse_tensors_are_refused_with_the_way_round(card):
         edges.cuda()
 
 
-def test_a_real_checkpoint_goes_where_map_location_says(tmp_path):
-    path, ties = tmp_path / "real.pt", nn.Linear(256, 256, bias=False)
-    torch.save({"a": ties.weight, "b": ties.weight, "ids": torch.arange(3)}, path)
-    with simulator("T4") as sim:
-        content = torch.load(path, map_location="cuda")
-        assert content["a"].is_cuda and sim.allocated == 256 * 1024 + 512  # shared storage, once
-        assert content["ids"].tolist() == [0, 1, 2]
-        for place in (torch.device("cuda:0"), lambda storage, location: storage.cuda(), {"cpu": "cuda:0"}):
-            assert torch.load(path, map_location=place)["b"].is_cuda
-        host = torch.load(path)["ids"]
-        assert not host.is_cuda and type(host) is torch.Tensor
-
-
 def test_copies_on_the_host_take_nothing_of_the_card(card):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).cuda()
     before = card.allocated
@@ -578,21 +464,6 @@ def test_what_catches_the_error_holds_no_more_than_on_a_gpu(card):
         assert card.allocated == x.numel(), error
     else:
         pytest.fail("three times 14 GiB fit in 40")
-
-
-def test_a_kernel_that_finds_no_room_gives_its_scratch_back_in_any_engine():
-    class Full(HostMemory):
-        def malloc(self, size: int, stream: int = 0) -> int:
-            if self.allocated + size > 4096:
-                raise MemoryError
-            return super().malloc(size)
-
-    engine = Engine(HOST, Full(), workspaces={"aten::sin": lambda op, gpu: (1024, 1024, OUTPUTS, 512, 4096)})
-    with engine:
-        x = torch.empty(8)
-        with pytest.raises(MemoryError):
-            x.sin()
-        assert engine.memory.allocated == 32
 
 
 def test_resizing_that_finds_no_room_is_survived():

@@ -6,6 +6,9 @@ import pytest
 
 import llmlab as lab
 
+NARROW = {"model_type": "gpt2", "n_embd": 192, "n_head": 4, "n_layer": 1, "n_positions": 1024, "vocab_size": 500}
+GPTQ = lab.Training(precision="fp16", lora=lab.LoRA(targets=("c_attn",)), quantization="gptq")
+
 
 @pytest.mark.parametrize(
     ("model", "run", "gpu", "words"),
@@ -21,6 +24,7 @@ import llmlab as lab
         ("gpt2", lab.Inference(batch=1, prompt_len=8, new_tokens=8), "T4", ["T4", "no bf16", "fp16"]),
         ("gpt2", lab.Training(precision="fp16", attention="flash"), "T4", ["8.0", "7.5", "sdpa"]),
         ("gpt2", lab.Training(attention="flash"), "A100-80GB", ["fp32", "sdpa"]),
+        (NARROW, GPTQ, None, ["c_attn is 192 × 576", "128"]),
     ],
 )
 def test_disagreements_name_both_sides_and_the_way_out(model, run, gpu, words):

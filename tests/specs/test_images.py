@@ -1,6 +1,5 @@
 """The images of a run: how large processors make them, how many tokens they become, and what is refused."""
 
-import json
 
 import pytest
 
@@ -59,21 +58,3 @@ def test_images_that_a_model_does_not_take_are_refused(config, fields, words):
 def test_a_family_whose_images_are_not_known_is_named():
     with pytest.raises(lab.NotAvailable, match="not of mllama; leave out images"):
         lab.estimate({"model_type": "mllama"}, lab.Training(images=1))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"images": -1}, {"images": True}, {"pixels": 100}, {"images": 1, "pixels": (1, 2, 3)},
-        {"images": 1, "pixels": 0}, {"num_labels": 0}, {"num_labels": 2, "images": 1},
-        {"images": 1, "stack": "torchtitan"}, {"num_labels": 2, "pp": 2}, {"num_labels": 2, "kernels": "liger"},
-    ],
-)  # fmt: skip
-def test_fields_that_cannot_be_are_refused(fields):
-    with pytest.raises(lab.SpecError, match=r"give|leave out"):
-        lab.Training(**fields)
-
-
-def test_images_survive_json():
-    run = lab.Training(images=1, pixels=(720, 1280))
-    assert lab.Training(**json.loads(json.dumps(run.to_dict()))) == run

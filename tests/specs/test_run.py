@@ -1,6 +1,7 @@
 """Specs check themselves, and their errors show the value, the field and what is allowed."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -117,3 +118,21 @@ def test_an_unknown_field_is_refused_by_name():
         run_from_dict("training", {"batch_size": 4})
     with pytest.raises(lab.SpecError, match="fine-tuning"):
         run_from_dict("fine-tuning", {})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"images": -1}, {"images": True}, {"pixels": 100}, {"images": 1, "pixels": (1, 2, 3)},
+        {"images": 1, "pixels": 0}, {"num_labels": 0}, {"num_labels": 2, "images": 1},
+        {"images": 1, "stack": "torchtitan"}, {"num_labels": 2, "pp": 2}, {"num_labels": 2, "kernels": "liger"},
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_are_refused(fields):
+    with pytest.raises(lab.SpecError, match=r"give|leave out"):
+        lab.Training(**fields)
+
+
+def test_an_image_one_pixel_high_survives_json():
+    run = lab.Training(images=1, pixels=(1, 1280))
+    assert lab.Training(**json.loads(json.dumps(run.to_dict()))) == run

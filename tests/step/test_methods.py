@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
 from llmlab.serving.rollout import completion_lengths
+from llmlab.step.methods import _distillation
 from llmlab.step.step import build_step, texts, training_step
 
 TINY = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
@@ -153,3 +155,12 @@ def test_the_command_line_takes_a_method():
     assert '"method": "dpo"' in result.output and result.exit_code == 0
     words = ["--method", "grpo", "--completion-len", "8", "--mean-completion-len", "4", "--generations", "1", "--json"]
     assert '"mean_completion_len": 4' in CliRunner().invoke(cli, ["estimate", "gpt2", "--gpu", "T4", *words]).output
+
+
+def test_distillation_is_the_divergence_to_the_teacher_at_each_token_but_the_last():
+    torch.manual_seed(0)
+    logits = {name: torch.randn(2, 5, 7) for name in ("trained", "teacher")}
+    models = {name: lambda name=name, **_: SimpleNamespace(logits=logits[name]) for name in logits}
+    loss, _ = _distillation(run_of("distill"), models, torch.zeros(2, 5, dtype=torch.long))
+    student, teacher = (logits[name][:, :-1].reshape(8, 7).log_softmax(-1) for name in ("trained", "teacher"))
+    assert loss.item() == pytest.approx((teacher.exp() * (teacher - student)).sum(-1).mean().item())

@@ -1,7 +1,5 @@
 """The step that measure runs is the step its users run: held to transformers, torch and peft themselves."""
 
-import math
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -10,8 +8,6 @@ from torch import nn
 
 import llmlab as lab
 from llmlab.course.techniques.precision import MasterWeights
-from llmlab.step.model import build_model, confined_kernels
-from llmlab.step.optimizer import build_optimizer
 from llmlab.step.step import build_step, generate, texts, training_step
 
 CONFIGS = {
@@ -42,40 +38,6 @@ def gradients_of(step):
     torch.manual_seed(1)  # of dropout
     training_step(step, enter)
     return kept
-
-
-MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES = {
-    "mistral": {}, "mixtral": MOE, "qwen2": {}, "qwen3": {"head_dim": 16}, "qwen3_moe": {**MOE, "head_dim": 16},
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16}, "phi3": {"pad_token_id": 0},
-    "deepseek_v3": {
-        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "moe_intermediate_size": 32, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_new_model_of_every_family_knows_nothing(family):
-    """Its loss is that of guessing, ln V: nothing is left uninitialised, rotary frequencies neither."""
-    config = {**CONFIGS["llama"], "model_type": family, "bos_token_id": 0, "eos_token_id": 0, **FAMILIES[family]}
-    torch.manual_seed(0)
-    attention = "eager" if family == "gemma2" else "sdpa"
-    model = build_model(lab.model(config), lab.Training(seq_len=32, attention=attention), "cpu")
-    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    ids = torch.randint(500, (2, 32))
-    loss = model(input_ids=ids, labels=ids).loss.item()
-    assert abs(loss - math.log(500)) < 0.3
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq"):
-            assert buffer[0] == 1 and (buffer.diff() < 0).all()
-
-
-def test_an_attention_the_model_class_lacks_is_refused_with_the_one_it_has():
-    config = {**CONFIGS["llama"], "model_type": "gemma2", **FAMILIES["gemma2"]}
-    with pytest.raises(lab.NotAvailable, match="gemma2 has no attention='sdpa'; use attention='eager'"):
-        build_model(lab.model(config), lab.Training(seq_len=32), "cpu")
 
 
 def test_phases_come_in_the_order_of_a_training_loop():
@@ -220,23 +182,6 @@ def loss_of(step):
     return step.model(input_ids=step.inputs[0], labels=step.inputs[0]).loss.item()
 
 
-def test_state_bytes_a_parameter():
-    weight = nn.Parameter(torch.zeros(128, 256))
-    bytes_of = {}
-    for name in ("sgd", "adamw", "adamw-fused", "adamw-8bit", "adafactor", "lion"):
-        weight.grad = torch.ones_like(weight)
-        optimizer = build_optimizer(name, [weight])
-        optimizer.step()
-        state = optimizer.state[weight].values() if optimizer.state else []
-        bytes_of[name] = sum(v.nbytes for v in state if isinstance(v, torch.Tensor) and v.numel() > 1)
-    n, code_books = 128 * 256, 2 * 256 * 4
-    assert bytes_of["sgd"] == 0
-    assert bytes_of["adamw"] == bytes_of["adamw-fused"] == 8 * n
-    assert bytes_of["lion"] == 4 * n
-    assert bytes_of["adafactor"] == 4 * (128 + 256)
-    assert bytes_of["adamw-8bit"] == 2 * (n + 4 * n // 256) + code_books
-
-
 @pytest.mark.parametrize("checkpointing", [None, "full"])
 @pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
 def test_lora_trains_its_adapters_only_and_they_are_fp32(quantization, checkpointing):
@@ -251,28 +196,6 @@ def test_lora_trains_its_adapters_only_and_they_are_fp32(quantization, checkpoin
 def test_lora_finds_gpt2s_transposed_linears():
     step = step_of("gpt2", lora=lab.LoRA(rank=4, targets=("c_attn",)))
     assert sum(gradient.numel() for gradient in gradients_of(step).values()) == 2 * 4 * (64 + 3 * 64)
-
-
-def test_lora_on_a_layer_that_is_not_there_names_those_that_are():
-    run = lab.Training(seq_len=32, lora=lab.LoRA(targets=("q_proj",)))
-    with pytest.raises(lab.SpecError, match=r"q_proj .*c_attn"):
-        build_model(lab.model(CONFIGS["gpt2"]), run, "cpu")
-
-
-def test_a_quantized_model_is_quantized_everywhere_but_in_its_head():
-    import bitsandbytes as bnb
-
-    spec = lab.model({**CONFIGS["llama"], "tie_word_embeddings": False})
-    model = build_model(spec, lab.Inference(weights="nf4"), "cpu")
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert type(linears.pop("lm_head")) is nn.Linear
-    assert all(isinstance(module, bnb.nn.Linear4bit) for module in linears.values())
-    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-
-
-def test_a_quantized_models_tied_head_stays_tied():
-    model = build_model(lab.model(CONFIGS["llama"]), lab.Inference(weights="int8"), "cpu")
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -303,26 +226,3 @@ def test_zero_on_one_gpu_cuts_nothing_of_what_is_offloaded():
     assert staged.peak_reserved == plain.peak_reserved and staged.phases == plain.phases
     with pytest.raises(lab.NotAvailable, match="dp=2, zero=2 needs several"):
         step_of("llama", dp=2, zero=2)
-
-
-def test_a_missing_library_is_named_with_what_installs_it(monkeypatch):
-    for module in ("llmlab.step.model", "llmlab.step.optimizer"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
-    with pytest.raises(lab.NotAvailable, match=r"bitsandbytes.*llmlab\[quant\]"):
-        build_optimizer("lion", [nn.Parameter(torch.ones(1))])
-    with pytest.raises(lab.NotAvailable, match=r"peft.*llmlab\[quant\]"):
-        build_model(lab.model(CONFIGS["llama"]), lab.Training(seq_len=32, lora=lab.LoRA()), "cpu")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Liger needs Triton, which has wheels for Linux alone")
-def test_liger_leaves_later_models_alone():
-    """For one model it replaces classes of the family's module, of which the next would be made."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    from transformers.models.llama import modeling_llama
-
-    spec, run = lab.model(CONFIGS["llama"]), lab.Training(kernels="liger")
-    before = dict(vars(modeling_llama))
-    with confined_kernels(spec, run):
-        _apply_liger_kernel_to_instance(model=build_model(spec, lab.Training(), "cpu"))
-        assert modeling_llama.LlamaRMSNorm is not before["LlamaRMSNorm"]
-    assert vars(modeling_llama) == before

@@ -13,7 +13,7 @@ micro-batch, it has in addition to the stage before it
 and it saves activations of one micro-batch less, or, interleaved, of two passes less, each through one chunk.
 All-reducing a tied head's gradient with the embedding's (distributed/finalize_model_grads.py) allocates nothing,
 because it is in place. After the step, a stage still refers to the input of each chunk and to its gradient, 4 n h bytes
-per chunk, except for the model's first chunk. tests/simulation/test_megatron_stack.py compares this with
+per chunk, except for the model's first chunk. tests/simulation/test_megatron.py compares this with
 megatron-core's own code.
 """
 

@@ -157,7 +157,7 @@ def test_what_inductor_cannot_compile_runs_eager_and_is_named(monkeypatch):
     monkeypatch.setattr(GraphLowering, "run", fails)
     sim, eager = trained(torch.compile), trained(lambda model: model)
     note = next(note for note in sim.notes if note.code == "ran-eager")
-    assert re.search(r"test_compiled\.py\", line \d+, in layer.*no lowering", note)
+    assert re.search(r"test_inductor\.py\", line \d+, in layer.*no lowering", note)
     assert sim.peak_allocated == eager.peak_allocated
 
 

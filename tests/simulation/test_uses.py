@@ -105,7 +105,7 @@ def repeated(tokens):
 
 @pytest.mark.parametrize("size", [cut, cut_later, padded, counted_to, given_away, split, longest_of, repeated])
 def test_what_may_become_a_size_is_refused_and_assume_helps(tokens, size):
-    with pytest.raises(NotAvailable, match=r"assume=1\.0.*test_read_numbers\.py, line"):
+    with pytest.raises(NotAvailable, match=r"assume=1\.0.*test_uses\.py, line"):
         size(tokens)
 
 

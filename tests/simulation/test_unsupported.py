@@ -47,7 +47,7 @@ REFUSED: dict[str, Callable[[], Any]] = {  # by what the error names
 def test_what_needs_a_gpu_is_refused_with_its_name_the_line_and_the_way_round(card, named):
     with pytest.raises(NotAvailable, match=named) as raised:
         REFUSED[named]()
-    assert "test_refusals.py, line" in str(raised.value)
+    assert "test_unsupported.py, line" in str(raised.value)
     assert "lab.measure it" in str(raised.value)
 
 

@@ -68,7 +68,7 @@ def test_a_loss_keeps_the_graph_of_its_step():
     report = report_of(keep)
     # Inputs, both linear layers' outputs and GELU's: what autograd saved.
     assert sum(report.growth.values()) == pytest.approx(4 * B * (D + 4 * D + 4 * D + D), rel=0.2)
-    assert any("test_growth.py" in place for place in report.growth)
+    assert any("test_watch.py" in place for place in report.growth)
 
 
 def test_a_sum_of_losses_is_held_by_its_variable():
@@ -126,3 +126,16 @@ def test_passes_without_gradients_and_saving_are_phases_of_their_own():
     assert phases["no-grad"] > phases["forward"]
     assert phases["forward"] == plain["forward"]
     assert phases["saving"] >= plain["load"] + sizes["state"]
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, "no bf16 units"), (torch.float16, None)])
+def test_a_time_that_the_gpu_lacks_units_for_is_unknown_and_says_why(dtype, said):
+    with watched(Conditions(gpu("T4"))) as watch:
+        model = nn.Linear(D, D, dtype=dtype).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randn(B, D, device="cuda", dtype=dtype)).sum().backward()
+            optimizer.step()
+        report = watch.report("loop")
+    notes = [note for note in report.notes if note.code == "time-unknown"]
+    assert (report.step_seconds is None) == bool(notes) == bool(said) and all(said in note for note in notes)
