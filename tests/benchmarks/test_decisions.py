@@ -13,13 +13,6 @@ def test_all_published_steps_of_a_t4_are_counted_once_and_kinds_are_apart():
     assert not sessions[0] & sessions[1]
 
 
-def test_each_mistake_has_a_cell_of_its_own():
-    ran, out = decisions.FITS, decisions.OVER
-    said = [(ran, ran), (ran, out), (ran, decisions.UNSURE), (out, out), (out, ran), (out, ran)]
-    assert decisions.counts(said) == ["1 of 3", "1", "1", "1 of 3", "2", "0"]
-    assert decisions.counts([(ran, ran)])[3:] == ["–", "–", "–"]
-
-
 def test_llmlabs_verdicts_make_no_mistake_on_steps_that_ran_out_of_memory():
     said = [decisions.llmlab_verdict(lab.model(row.model), row.run) for row in decisions.steps(True)
             if row.outcome == decisions.OVER]  # fmt: skip

@@ -4,7 +4,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -102,40 +101,6 @@ def test_each_case_has_its_rival():
     assert {case.kernel for case in CASES} == {kernel for kernel, _ in bench.BARS}
 
 
-def test_the_ratio_is_of_rounds_that_ran_side_by_side():
-    """A machine that slows down after the first round changes both times and no ratio."""
-    slowing = bench.Row("rope", "full", "bf16", {}, {bench.OURS: [1, 4, 4], bench.LIGER: [2, 8, 8]}, {})
-    assert bench.ratio(slowing, bench.LIGER) == 0.5
-
-
-def test_a_bar_that_is_missed_is_said_with_its_numbers():
-    assert bench.missed([row(ours=1.09)], bench.BARS) == []
-    assert bench.missed([row(ours=1.2)], bench.BARS) == [
-        "rms_norm, full, R=8: 1.20 times the time of Liger; the bar is 1.10"
-    ]
-    assert bench.missed([row(memory=1 << 20, theirs=1 << 15)], bench.BARS) == []  # a few numbers per row
-    more = bench.missed([row(memory=3 << 29, theirs=1 << 30)], bench.BARS)
-    assert more == ["rms_norm, full, R=8: 1.500 GiB; the bar is Liger's 1.000 GiB"]
-    fast = row("attention", "forward", 1.4, against=bench.SDPA, sizes={"D": 64, "T": 8})
-    assert bench.missed([fast], bench.BARS) == []
-
-
-def test_attention_whose_memory_grows_with_the_square_of_its_length_is_missed():
-    short, linear, square = (
-        row("attention", memory=memory, against=bench.SDPA, sizes={"D": 64, "T": T})
-        for T, memory in ((4096, 100), (8192, 200), (8192, 400))
-    )
-    assert bench.missed([short, linear], bench.BARS) == []
-    assert bench.missed([short, square], bench.BARS) == [
-        "attention, full, D=64: 4.00 times the memory at T=8192; O(N) is 2"
-    ]
-
-
-def test_before_ampere_attention_is_held_to_naive_attention():
-    slow = row("attention", ours=1.01, against=bench.NAIVE, sizes={"D": 64, "T": 8})
-    assert bench.missed([slow], bench.BARS) == [] and len(bench.missed([slow], bench.OLD_BARS)) == 1
-
-
 def test_what_it_writes_is_a_record_file_that_the_book_can_read(tmp_path):
     data = bench.to_records([row(ours=1e-3, rival=2e-3, sizes={"R": 8, "C": 4})], "A100-80GB", "made here")
     (tmp_path / "kernel_times.json").write_text(json.dumps(data), encoding="utf-8")
@@ -174,15 +139,6 @@ def test_each_setting_of_a_sweep_gives_what_rung_0_gives_and_holds_in_its_own_pa
         assert rms_norm.warps(4096) == 4 and rms_norm.stages(4096, 2) == 1
     with by_mode["cross_entropy", "forward"].ways["TILE=16 num_warps=4"].held():
         assert cross_entropy.TILE == 16
-
-
-def test_what_the_kernels_choose_is_among_what_a_sweep_tries():
-    for capability, head, backward in product(((8, 0), (9, 0)), (64, 128), (False, True)):
-        grid = bench.TRIED["attention", "full" if backward else "forward"]
-        chosen = attention.tiles_for(head, 2, capability, backward)
-        assert set(chosen) == set(grid) and all(chosen[name] in grid[name] for name in grid)
-    assert rms_norm.warps(2 * 4096) in bench.WARPS
-    assert cross_entropy.TILE in bench.TRIED["cross_entropy", "full"]["TILE"]
 
 
 def test_a_sweep_is_recorded_with_its_settings_the_fastest_first(monkeypatch, tmp_path):

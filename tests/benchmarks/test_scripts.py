@@ -57,11 +57,6 @@ def test_an_answer(changes, outcome):
     assert (found["outcome"], found["ranks"], found["peak_reserved"]) == (outcome, 8, 4 << 30)
 
 
-def test_an_upper_figure_is_called_one():
-    assert not classified(0, json.dumps(ANSWER, indent=1))["upper"]
-    assert classified(0, json.dumps({**ANSWER, "notes": [{"code": "ran-eager", "text": ""}]}, indent=1))["upper"]
-
-
 @pytest.mark.parametrize(
     ("code", "said", "stopped", "outcome"),
     [
@@ -105,11 +100,6 @@ def test_scripts_are_run_as_they_stand(folders, monkeypatch):
         assert waits.result().outcome in ("hang", "too long")  # on a busy machine it may still be importing
     assert scripts.run_case(scripts.Case("x", "nowhere", "train.py"), *folders).outcome == "not there"
     assert sorted(path.name for path in (folders[0] / "mine").iterdir()) == sorted(WRITTEN)
-
-
-def test_what_a_script_said_has_no_path_of_a_machine(tmp_path):
-    said = f"a ({tmp_path}/trl/sft.py, line 3) b ({tmp_path}/lib/site-packages/torch/nn/init.py, line 4)"
-    assert scripts.anywhere(said, tmp_path) == "a (trl/sft.py, line 3) b (torch/nn/init.py, line 4)"
 
 
 def test_what_is_not_run_again_stays_as_it_is(folders, tmp_path):

@@ -229,19 +229,6 @@ def test_biases_are_operators_of_their_own():
     assert started(spec, run).kernels - started(lab.model(LLAMA), run).kernels == 4 * 7 * 2
 
 
-@pytest.mark.parametrize(("model", "fields", "words"), [
-    (LLAMA, {"compile": True}, ["compile=True", "give one"]),
-    (LLAMA, {"dp": 2, "zero": 3}, ["zero=3", "buffers"]),
-    (LLAMA, {"tp": 2}, ["tp=2", "buffers"]),
-    ("mistralai/Mixtral-8x7B-v0.1", {}, ["Mixtral", "experts"]),
-    ({**LLAMA, "intermediate_size": 2016}, {}, ["down_proj", "2016 × 512", "128"]),
-])  # fmt: skip
-def test_what_autogptqs_layer_does_not_do_is_refused(model, fields, words):
-    with pytest.raises(lab.SpecError) as error:
-        lab.estimate(model, replace(RUN, **fields), CARD)
-    assert all(word in str(error.value) for word in ("quantization='gptq'", *words))
-
-
 @pytest.mark.parametrize(("verb", "where"), [(lab.simulate, CARD), (lab.measure, "cpu")])
 def test_what_runs_the_model_needs_a_package_that_is_gone(verb, where):
     with pytest.raises(lab.NotAvailable, match=r"quantization='gptq' needs AutoGPTQ.*lab.estimate"):

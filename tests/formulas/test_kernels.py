@@ -1,8 +1,7 @@
 """What a card's kernels take in a step, and where that is from."""
 
 from dataclasses import replace
-from math import isnan, log
-from types import SimpleNamespace
+from math import log
 
 import pytest
 import torch
@@ -10,18 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import llmlab as lab
-from benchmarks.time import throughput
 from benchmarks.time import training_rates as derivation
 from llmlab import LoRA, Training
 from llmlab.archive import figure
 from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.temporaries import loss_chunk
-from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import fused_block, moved
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.host import small_kernels, written
 from llmlab.formulas.time.kernels import _cast_seconds as cast_seconds
-from llmlab.formulas.time.kernels import copy_share, kernels, training_rates
+from llmlab.formulas.time.kernels import kernels, training_rates
 from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, outside, passes
 from llmlab.hardware.kernel_tables import kernel_table
@@ -70,50 +67,6 @@ def test_power_does_not_hold_back_attention_that_waits_for_exponentials():
         assert found.attention(8, 32, 4096, 128, "cudnn", "bf16") == found.table.attention(8, 32, 4096, 128).seconds
 
 
-def test_each_source_counts_once_in_the_spread(monkeypatch):
-    """Nine rows of one source that are 1 % off say as much as one row of another: of five sources, four are within."""
-    away = {("a", n): 0.01 for n in range(9)} | {("b", 0): 0.2, ("c", 0): -0.3, ("d", 0): 0.4, ("e", 0): 0.5}
-    rows = [SimpleNamespace(source=source, off=error) for (source, _), error in away.items()]
-    monkeypatch.setattr(derivation, "off", lambda rows: [row.off for row in rows])
-    assert derivation._held_by_sources(rows) == 0.5 and derivation._held_by_sources(rows[:-1]) == 0.4
-    assert derivation._held([row.off for row in rows]) == 0.3  # were each row to count
-    assert isnan(derivation._held_by_sources([]))
-
-
-def test_a_doubling_costs_what_the_same_run_took_longer_than_predicted_without_it(monkeypatch):
-    """0.7 s more on 128 times as many GPUs, of which 0.35 s are predicted: 0.05 s for each of 7 doublings."""
-    took = {"dgxc-15b-16": (2.0, 3.0), "dgxc-15b-2048": (2.35, 3.7)}  # predicted, measured
-    rows = [SimpleNamespace(id=id, run=SimpleNamespace(world_size=int(id.split("-")[-1]))) for id in took]
-    monkeypatch.setattr(derivation, "seconds", lambda row: took[row.id])
-    monkeypatch.setitem(training_rates()["scale"], "seconds_per_doubling", 1.0)
-    assert derivation.seconds_per_doubling(rows) == pytest.approx(0.05)
-    assert training_rates()["scale"]["seconds_per_doubling"] == 0  # predicted without it
-
-
-def test_intervals_are_as_wide_as_rows_needed_that_nobody_had_looked_at(monkeypatch):
-    """Written down as 100 in 80 to 125: 90 needs half of that side, 70 one and a half, 125 all of the other. Of five
-    sources, four are inside of what is said; one more row of a source does not count more."""
-    ids = [("a", 90.0), ("a", 90.0), ("b", 95.0), ("c", 70.0), ("d", 125.0), ("e", 40.0)]
-    pairs = [(SimpleNamespace(source=source, measured=rate), throughput.Predicted(100.0, 80.0, 125.0))
-             for source, rate in ids]  # fmt: skip
-    pairs.append((SimpleNamespace(source="f", measured=1.0), throughput.Predicted(None)))  # unknown: no interval
-    monkeypatch.setattr(throughput, "rounds", lambda rows: [("one", pairs[:3]), ("two", pairs[3:])])
-    assert derivation.unforeseen() == pytest.approx(log(0.4) / log(0.8))  # more than 4 of 5
-    assert derivation.unforeseen(but="e") == pytest.approx(log(0.7) / log(0.8))
-    monkeypatch.setattr(throughput, "rounds", lambda rows: [("one", pairs[:3])])
-    assert derivation.unforeseen() == 1  # never narrower
-
-
-def test_a_source_is_held_to_the_intervals_of_the_others():
-    """llm.c's loops are off by far more than fms-fsdp's rows: these are all inside of intervals that follow from those,
-    and none of those in turn. The table that intervals are read from is as before."""
-    before = dict(training_rates()["spread"])
-    rows = [row for row in throughput.rows() if row.source in ("fms-fsdp", "llmc-pytorch")]
-    within = sum(row.source == "fms-fsdp" for row in rows)
-    assert derivation.inside_unseen(rows) == within / len(rows) < 1
-    assert training_rates()["spread"] == before
-
-
 def test_cards_of_another_chip_have_another_limit():
     """A GeForce's peak is half that of its units, an H20's a sixth of its chip's: they reach it, as was measured."""
     for card in ("RTX-3090", "RTX-4090", "H20"):
@@ -140,18 +93,6 @@ def test_a_transferred_product_is_scaled_by_what_binds_it():
     h20, base = kernels("H20"), kernels("H100")
     ratio = h20.matmul(*few_rows) / base.matmul(*few_rows)
     assert ratio == pytest.approx(base.gpu.bandwidth / h20.gpu.bandwidth, rel=0.01)
-
-
-def test_operators_are_as_much_slower_than_copies_as_where_both_were_measured():
-    """A copy reaches 912 of an RTX 4090's 1008 GB/s; an L4 has memory of its kind, an H100 of none that is here."""
-    share = training_rates()["share"]
-    assert kernels("RTX-4090").bandwidth == pytest.approx(share["copied"] * 912e9)
-    assert kernels("L4").bandwidth == pytest.approx(share["copied"] * 912 / 1008 * 300e9)
-    assert kernels("H200").bandwidth == pytest.approx(share["bandwidth"] * lab.gpu("H200").bandwidth)
-    assert "80% of the data sheet" in kernels("RTX-4090").sources["elementwise"]
-    for card in map(lab.gpu, ("T4", "A100")):
-        reached = efficiency(card).bandwidth / card.bandwidth
-        assert reached / copy_share(card) == pytest.approx(share["copied"], rel=0.02)
 
 
 def test_no_card_multiplies_faster_than_its_large_products():
@@ -183,15 +124,6 @@ def test_under_a_power_limit_what_computes_is_slower_and_what_moves_is_not():
     one = (1, 16384, 16384, "bf16")  # bound by bytes
     assert kernels(lab.gpu("H100", power=500)).matmul(*one) == pytest.approx(kernels("H100").matmul(*one))
     assert kernels(lab.gpu("H100", power=500)).spread == training_rates()["spread"]["transferred"]
-
-
-def test_power_limits_are_in_what_was_measured():
-    """An A10 of 150 W reaches less than half of its data sheet, an A100 of 250 W (PCIe) less than one of 400 W does in
-    steps that last, and four fifths of what that does alone."""
-    a10, pcie, sxm = (kernels(card) for card in ("A10", "A100-40GB-PCIe", "A100-80GB"))
-    assert 2 * 8192**3 / a10.matmul(*SQUARE) < 0.5 * a10.gpu.peak("bf16")
-    assert 1.05 < pcie.matmul(*SQUARE) / sxm.matmul(*SQUARE) < 1.3
-    assert 0.75 < kernel_table("A100-80GB").matmul(*SQUARE).seconds / pcie.matmul(*SQUARE) < 0.85
 
 
 @pytest.mark.parametrize("card", ["A100-80GB", "H100-80GB"])
@@ -237,17 +169,6 @@ def test_what_computes_less_lasts_at_higher_clocks():
     assert h100.lasting(fastest / 3) == 1 > other.lasting(fastest / 3) == other.clocks
     flash, slower = (found.attention(8, 32, 4096, 128, "flash", "bf16") for found in (h100, limited))
     assert slower == pytest.approx(flash * (700 / 690) ** (1 / 3), rel=0.001)
-
-
-def test_cudnns_attention_is_as_fast_as_flash_attention_3():
-    sizes = 8, 32, 4096, 128
-    table, h100 = kernel_table("H100-80GB"), kernels("H100")
-    assert table.attentions["bf16"].kernel.endswith("fa3")
-    burst = table.attention(*sizes).seconds
-    lasting = h100.lasting(2 * 8 * 32 * 4096**2 * 128 / burst)
-    assert h100.attention(*sizes, "cudnn", "bf16") == pytest.approx(burst / lasting) and lasting > h100.clocks
-    efficient, flash = (h100.attention(*sizes, kernel, "bf16") for kernel in ("efficient", "flash"))
-    assert efficient == pytest.approx(2.05 * flash, rel=0.005)
 
 
 def test_attention_between_and_beyond_the_authors_lengths():
@@ -333,15 +254,6 @@ def test_rows_that_are_not_whole_16_bytes_take_longer():
     assert outside(spec, narrow, found).misaligned_s == pytest.approx(3 * (three[0] + three[1]))
 
 
-def test_misaligned_rows_take_longer_still_on_hopper():
-    """Its kernels for them are an A100's: at 1.5 times the speed, where all others are 2.6 times as fast."""
-    run, spec = Training(micro_batch=8, seq_len=1024, precision="autocast-bf16"), lab.model("gpt2")
-    for card in ("H100", "H200", "GH200"):
-        odd = outside(spec, run, kernels(card))
-        assert odd.misaligned_s == pytest.approx(5 / 4 * odd.maybe_less_s) and odd.maybe_more_s == 0
-    assert "which take 5 times as long" in lab.estimate(spec, run, "H100").time_sources["products"]
-
-
 def test_misaligned_rows_that_nobody_timed_on_a_chip_may_take_longer():
     run, spec = Training(micro_batch=8, seq_len=1024, accumulation=64, precision="bf16"), lab.model("gpt2")
     odd = outside(spec, run, kernels("RTX-4090"))
@@ -366,12 +278,6 @@ def test_a_product_takes_as_long_as_its_transpose_in_bf16_and_no_longer_for_its_
         found = kernel_table(name).matmul(*beyond, dtype)
         assert found.inside and found.seconds == kernel_table(name).matmul(1024, 65536, 4096, dtype).seconds
     assert not table.matmul(*beyond, "fp8").inside
-
-
-def test_a_mi350x_multiplies_as_a_mi355x_at_its_own_peak():
-    slow, fast = kernels("MI350X"), kernels("MI355X")
-    assert slow.reached / fast.reached == pytest.approx(slow.gpu.peak("bf16") / fast.gpu.peak("bf16"))
-    assert slow.matmul(*SQUARE) > fast.matmul(*SQUARE) and "large matmuls at 1435" in slow.origin
 
 
 def test_attention_on_a_mi300x_is_sdpa_or_the_faster_composable_kernel():

@@ -17,19 +17,13 @@ from llmlab.formulas.time.host import (
     CHECKPOINT,
     DTENSOR,
     FSDP2,
-    HERE,
-    MEGATRON_ENDS,
-    hook_spread,
     host_seconds,
     operators,
-    parameters,
     python_seconds,
     update_host_seconds,
 )
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.products import products
-from llmlab.formulas.time.stacks.deepspeed import JOINED
-from llmlab.formulas.time.stacks.megatron import CLEARED, MASTERED, STEPPED
 from llmlab.formulas.time.step import (
     Traced,
     attention_seconds,
@@ -39,7 +33,6 @@ from llmlab.formulas.time.step import (
     passes,
     price,
     step_seconds,
-    update_after,
     update_seconds,
 )
 from llmlab.formulas.time.timing import PARTS, timing
@@ -488,53 +481,6 @@ def test_dtensor_takes_the_host_longer_than_a_b200_multiplies():
     assert time["launches"] > 0 and waited == pytest.approx(with_dtensor, rel=0.06)  # the head runs while it waits
     assert python_seconds(spec, replace(run, compile=True)) == 0
     assert python_seconds(spec, replace(run, stack="megatron", zero=1)) == 0
-
-
-def test_megatron_takes_the_host_for_what_no_layer_has():
-    """Each micro-batch once, spread over pipeline stages, however many layers there are and whatever they recompute."""
-    spec, host = lab.model("Llama-3.2-1B"), kernels("H100").host
-    run, ends = Training(seq_len=512, precision="mixed-bf16", stack="megatron"), MEGATRON_ENDS.seconds(host)
-    for fields, times in (({}, 1), ({"checkpointing": "full"}, 1), ({"accumulation": 4}, 4),
-                          ({"accumulation": 4, "pp": 2}, 2)):  # fmt: skip
-        each = replace(run, **fields)
-        layers = operators(spec, each).times(spec.layers * times).seconds(host) + python_seconds(spec, each)
-        assert host_seconds(spec, each, host) == pytest.approx(layers + times * ends)
-
-
-def test_megatrons_update_takes_the_host_for_the_parameters_of_a_rank():
-    """The distributed optimizer's those in its share of each bucket; never more than a rank has."""
-    spec, host = lab.model("Llama-3.2-1B"), kernels("H100").host  # 1.24 billion: 31 buckets of 40 million
-    run = Training(seq_len=512, precision="mixed-bf16", dp=8, stack="megatron:overlap_grad_reduce=false")
-    many = parameters(spec)
-
-    def mastered(**fields):
-        each = replace(run, **fields)
-        seconds = update_host_seconds(spec, each, host) / HERE / hook_spread(host)
-        return (seconds - STEPPED - CLEARED * many / each.pp) / MASTERED[each.zero]
-
-    assert mastered() == pytest.approx(many) and mastered(pp=2, accumulation=2) == pytest.approx(many / 2)
-    assert mastered(zero=1) == pytest.approx(many / 8 + 1)
-    assert mastered(zero=1, dp=4, cp=2) == pytest.approx(many / 8 + 1)
-    assert mastered(zero=1, stack="megatron") == pytest.approx(many / 8 + 31)
-    assert mastered(zero=1, dp=80, stack="megatron") == pytest.approx(many / 80 + 16)
-    whole = lab.model("Llama-2-7b")  # whose share of 169 buckets would be more parameters than it has
-    bounded = replace(run, zero=1, dp=2, stack="megatron")
-    seconds = (STEPPED + (CLEARED + MASTERED[1]) * parameters(whole)) * HERE * hook_spread(host)
-    assert update_host_seconds(whole, bounded, host) == pytest.approx(seconds)
-
-
-def test_deepspeeds_update_takes_the_host_for_each_parameter_after_a_busy_card():
-    """It looks for overflow first, and waits for that; a joined update is soon done of tensors that are small."""
-    spec, card = lab.model("gpt2"), kernels("A100")
-    for stage, (each, besides) in JOINED.items():
-        run = Training(micro_batch=64, seq_len=1024, dp=2, precision="mixed-fp16", stack="deepspeed", zero=stage)
-        taken = (each * parameters(spec) + besides) * HERE * hook_spread(card.host)
-        assert update_host_seconds(spec, run, card.host) == pytest.approx(taken)
-        found = passes(spec, run, card.gpu)
-        assert found.gpu > 2 * found.host
-        assert update_after(spec, run, card, found, update=0.0) == pytest.approx(taken)
-        own = replace(run, stack="transformers", zero=0)
-        assert update_after(spec, own, card, found, update=0.0) == 0.0  # hidden behind backward
 
 
 def test_megatrons_host_waits_for_gradients_before_it_updates():

@@ -61,3 +61,9 @@ def test_a_pipeline_divides_memory_and_is_idle_with_one_user():
     notes = [note.code for note in lab.serve(spec, staged, "H100").notes]
     assert "bubbles" in notes
     assert "bubbles" not in [note.code for note in lab.serve(spec, replace(staged, concurrency=8), "H100").notes]
+
+
+def test_copies_of_attention_share_eight_prompts_and_not_one():
+    spec, service = model("Qwen/Qwen3-235B-A22B"), lab.Service(tp=8, ep=8, dp_attention=8)
+    one, eight = (sum(step_seconds(spec, service, H100, Step(64, 1000, 8192, prompts=n)).values()) for n in (1, 8))
+    assert 1.5 * eight < one

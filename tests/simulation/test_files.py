@@ -13,12 +13,6 @@ if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
 
 
-@pytest.fixture
-def card():
-    with simulator("A100-40GB") as sim:
-        yield sim
-
-
 def test_a_checkpoint_is_kept_in_memory_and_takes_the_cards_memory_when_loaded(card, tmp_path):
     path = tmp_path / "best.pt"
     path.write_text("a good checkpoint")

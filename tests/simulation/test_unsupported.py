@@ -9,16 +9,9 @@ import pytest
 import torch
 
 from llmlab.base.errors import NotAvailable
-from llmlab.simulation.simulator import simulator
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
-
-
-@pytest.fixture
-def card():
-    with simulator("A100-40GB") as sim:
-        yield sim
 
 
 def choose() -> Any:

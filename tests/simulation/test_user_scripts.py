@@ -23,12 +23,6 @@ if torch.cuda.is_available():
 MiB = 1 << 20
 
 
-@pytest.fixture
-def card():
-    with simulator("A100-40GB") as sim:
-        yield sim
-
-
 # ---- values: a loop that checks and logs goes the way of a healthy run
 
 

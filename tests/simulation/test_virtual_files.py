@@ -8,16 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from llmlab.simulation.simulator import simulator
-
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
-
-
-@pytest.fixture
-def card():
-    with simulator("A100-40GB") as sim:
-        yield sim
 
 
 def test_a_checkpoint_is_renamed_copied_found_and_removed_where_it_is_kept(card, tmp_path):

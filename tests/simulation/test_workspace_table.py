@@ -302,13 +302,10 @@ MATMUL = [
 LINE = 1 << 24  # elements: one output, which 108 × 4 thread blocks share
 REDUCTIONS = [
     # 24 blocks of 128 columns; 4 threads along the rows, and blocks until the GPU is full: 72 share an output.
-    Row(aten.sum.dim_IntList, (t(8192, 3072), [0]), [4 * 3072, 4 * 3072 * 72 * 128, 4 * 24]),
     Row(aten.sum.dim_IntList, (t(8192, 3072), [0]), [4 * 3072, 4 * 3072 * ceil(40 * 8 / 24) * 128, 4 * 24], "T4"),
     Row(aten.sum.dim_IntList, (t(8192, 768), [0]), [4 * 768, 4 * 768 * (8192 // 4 // 16) * 128, 4 * 6]),
     Row(aten.sum.dim_IntList, (t(2048, 4096), [0]), [4 * 4096, 4 * 4096 * 32 * 128, 4 * 32], "V100-16GB"),
-    Row(aten.sum.dim_IntList, (t(1020, 4096), [0]), [4 * 4096]),  # fewer than 256 values per thread
     Row(aten.sum.dim_IntList, (t(1024, 4096), [0]), [4 * 4096, 4 * 4096 * 16 * 128, 4 * 32]),
-    Row(aten.sum.dim_IntList, (t(8192, 4096), [1]), [4 * 8192]),  # enough outputs to fill the GPU
     Row(aten.sum, (t(LINE),), [4, *PARTS]),
     Row(aten.sum, (t(M, N, dtype=mask),), [8, 8 * M * N]),  # integers are cast up first
     Row(aten.sum, (half,), [4], named={"dtype": f32}),

@@ -6,8 +6,8 @@ import pytest
 
 import llmlab as lab
 
-NARROW = {"model_type": "gpt2", "n_embd": 192, "n_head": 4, "n_layer": 1, "n_positions": 1024, "vocab_size": 500}
-GPTQ = lab.Training(precision="fp16", lora=lab.LoRA(targets=("c_attn",)), quantization="gptq")
+LLAMA = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
+         "intermediate_size": 2048, "vocab_size": 2048, "max_position_embeddings": 2048}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,6 @@ GPTQ = lab.Training(precision="fp16", lora=lab.LoRA(targets=("c_attn",)), quanti
         ("gpt2", lab.Inference(batch=1, prompt_len=8, new_tokens=8), "T4", ["T4", "no bf16", "fp16"]),
         ("gpt2", lab.Training(precision="fp16", attention="flash"), "T4", ["8.0", "7.5", "sdpa"]),
         ("gpt2", lab.Training(attention="flash"), "A100-80GB", ["fp32", "sdpa"]),
-        (NARROW, GPTQ, None, ["c_attn is 192 × 576", "128"]),
     ],
 )
 def test_disagreements_name_both_sides_and_the_way_out(model, run, gpu, words):
@@ -52,3 +51,16 @@ def test_gemma_2_has_no_sdpa_and_every_verb_says_so(run):
     for attention in ("eager", "flash"):
         half = {"precision": "bf16"} if isinstance(run, lab.Training) else {}
         assert lab.estimate("gemma-2-2b", replace(run, attention=attention, **half)).peak_allocated > 5 * 10**9
+
+
+@pytest.mark.parametrize(("model", "fields", "words"), [
+    (LLAMA, {"compile": True}, ["compile=True", "give one"]),
+    (LLAMA, {"dp": 2, "zero": 3}, ["zero=3", "buffers"]),
+    (LLAMA, {"tp": 2}, ["tp=2", "buffers"]),
+    ("mistralai/Mixtral-8x7B-v0.1", {}, ["Mixtral", "experts"]),
+    ({**LLAMA, "intermediate_size": 2016}, {}, ["down_proj", "2016 × 512", "128"]),
+])  # fmt: skip
+def test_what_autogptqs_layer_does_not_do_is_refused(model, fields, words):
+    with pytest.raises(lab.SpecError) as error:
+        lab.estimate(model, lab.Training(2, 512, "fp16", lora=lab.LoRA(), quantization="gptq", **fields), "A100-80GB")
+    assert all(word in str(error.value) for word in ("quantization='gptq'", *words))

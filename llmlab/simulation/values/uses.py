@@ -139,12 +139,9 @@ class _Source:
         return [use for use in uses if isinstance(use.ctx, ast.Load)]
 
     def _name_is_value(self, node: ast.AST, name: str, seen: set[tuple[ast.AST, str]]) -> bool:
-        scope = node
-        while not isinstance(scope, SCOPES):
-            scope = self.around[scope]
-        if (scope, name) in seen:
+        if (node, name) in seen:
             return True
-        seen.add((scope, name))
+        seen.add((node, name))
         return all(self.ends_as_value(use, seen) for use in self._uses(node, name))
 
 
