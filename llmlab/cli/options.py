@@ -32,7 +32,8 @@ USUAL = {
     "reference": "adapter with --lora, otherwise kept; with grpo, none",
     "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",
 }
-MODEL = "MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder."
+MODEL = ("MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a "
+         "config.json or of its folder.")  # fmt: skip
 EXIT_CODES = "Exit codes: 0 = the run fits; 1 = it does not fit; 2 = llmlab cannot tell, or the input is invalid."
 
 def spec_options() -> list[click.Option]:
