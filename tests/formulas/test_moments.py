@@ -22,6 +22,14 @@ WAITS = {"zero": 3, "accumulation": 2, "sync_each_batch": False}
 ADAPTERS = lab.LoRA(rank=64, targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
 
 
+@pytest.mark.parametrize("method", ["sft", "ppo"])
+def test_loaded_models_have_no_optimizer_states_yet(method):
+    run = lab.Training(method=method, **({"completion_len": 64, "generations": 1} if method == "ppo" else {}))
+    loaded = [moment.parts["optimizer"] for moment in training_moments(lab.model(LLAMA), run, None)
+              if moment.phase == "load"]  # fmt: skip
+    assert loaded and not any(loaded)
+
+
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
@@ -73,11 +81,3 @@ def test_rank_0_holds_in_each_phase_what_the_simulator_finds(config, settings, a
     estimate, simulation = agree(config, run, "H100-80GB")
     for phase in ("forward", "backward", "optimizer"):
         assert estimate.phases[phase] == pytest.approx(simulation.phases[phase], rel=0.04), phase
-
-
-@pytest.mark.parametrize("method", ["sft", "ppo"])
-def test_loaded_models_have_no_optimizer_states_yet(method):
-    run = lab.Training(method=method, **({"completion_len": 64, "generations": 1} if method == "ppo" else {}))
-    loaded = [moment.parts["optimizer"] for moment in training_moments(lab.model(LLAMA), run, None)
-              if moment.phase == "load"]  # fmt: skip
-    assert loaded and not any(loaded)

@@ -50,9 +50,9 @@ def test_the_cheapest_deployment_meets_the_service_level():
     assert all(one.copies * one.point.requests_per_second >= 20 for one in found)
     assert [one.usd_per_hour for one in found] == sorted(one.usd_per_hour for one in found)
     assert not deployments(LLAMA, lab.Service(), 20.0, 1.0, 1e-4, cards)
-    (one,) = deployments(LLAMA, lab.Service(), 20.0, 1.0, 0.02, cards[1:2])  # with as many users as meet the level
+    (one,) = deployments(LLAMA, lab.Service(), 20.0, 1.0, 0.02, cards[1:2])
     meet = [point for point in frontier(LLAMA, lab.Service(tp=one.point.service.tp), H100) if point.tpot <= 0.02]
-    assert one.point.requests_per_second == pytest.approx(max(point.requests_per_second for point in meet))
+    assert one.copies * max(point.requests_per_second for point in meet) < 2 * 20  # and users wait for each other
 
 
 def test_the_frontier_is_drawn_with_the_numbers_of_its_table(tmp_path):
