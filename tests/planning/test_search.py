@@ -49,6 +49,14 @@ def value(question, where, report, fit):
     return seconds if question.goal == "fastest" else seconds * where.usd_per_hour / 3600
 
 
+def test_around_the_best_is_every_zero_stage_and_checkpointing_of_its_layout():
+    where = machines("2xA100-80GB")
+    search = Search(Question(lab.model("gpt2"), 4), [where])
+    search.around(next(iter(search)))
+    seen = {(each.run.zero, each.run.checkpointing) for each in search.seen}
+    assert seen >= {(zero, kind) for zero in range(4) for kind in (None, "selective", "full")}
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "asked"),
     [
@@ -146,11 +154,3 @@ def test_the_cheapest_is_asked_of_every_card_with_a_price():
             continue
         alone = next((found for found in Search(question, [there])), None)
         assert alone is None or alone.seconds is None or alone.seconds * there.usd_per_hour >= dollars * (1 - 1e-12)
-
-
-def test_around_the_best_is_every_zero_stage_and_checkpointing_of_its_layout():
-    where = machines("2xA100-80GB")
-    search = Search(Question(lab.model("gpt2"), 4), [where])
-    search.around(next(iter(search)))
-    seen = {(each.run.zero, each.run.checkpointing) for each in search.seen}
-    assert seen >= {(zero, kind) for zero in range(4) for kind in (None, "selective", "full")}
