@@ -138,8 +138,8 @@ def _element_bytes(run: Training) -> set[int]:
 def _with_powers(
     monomial: Monomial, fixed: tuple[int, int], grows: bool, sizes: Mapping[str, int], elements: Set[int]
 ) -> Monomial:
-    """Return `monomial` with the powers of the sizes `fixed`, B and T, that its trace could not vary. GPT-2, for example,
-    allows no more than 1,024 tokens.
+    """Return `monomial` with the powers of B and T, the sizes `fixed`, which its trace could not vary. GPT-2, for
+    example, allows no more than 1,024 tokens.
 
     The factor then contains these sizes. The likeliest powers are those that leave the bytes of an element, or of a
     mask, times the fewest sizes; if there are none, the lowest power of T. A tensor that `grows`, or that grows with B,
