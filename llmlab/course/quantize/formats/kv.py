@@ -53,16 +53,6 @@ class QuantizedCache:
         return packed + self.recent.numel() * self.recent.element_size()
 
 
-def quantize_keys(keys: Tensor, bits: int = 2, group: int = 32) -> QuantizedCache:
-    """Quantize `keys` (B, H, T, d) with a scale for each `group` tokens of a channel; the last T mod `group` stay."""
-    return quantize_cache(keys, "channel", bits, group)
-
-
-def quantize_values(values: Tensor, bits: int = 2, group: int = 32) -> QuantizedCache:
-    """Quantize `values` (B, H, T, d) with a scale for each `group` channels of a token."""
-    return quantize_cache(values, "token", bits, group)
-
-
 def quantize_cache(cache: Tensor, per: Per, bits: int = 2, group: int = 32) -> QuantizedCache:
     """Quantize `cache` (B, H, T, d), keys or values, with scales per channel or per token.
 
@@ -96,7 +86,7 @@ def attend_quantized(bits: int = 2, group: int = 32, keys: Per = "channel") -> C
     def attend_rounded(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: str = "sdpa", dropout: float = 0.0
     ) -> Tensor:
-        k, v = quantize_cache(k, keys, bits, group).dequantize(), quantize_values(v, bits, group).dequantize()
+        k, v = quantize_cache(k, keys, bits, group).dequantize(), quantize_cache(v, "token", bits, group).dequantize()
         return attend(q, k, v, mask, kind, dropout)
 
     return attend_rounded
