@@ -55,7 +55,7 @@ PUBLISHED = {
     "google/gemma-2-9b": 9_241_705_984,
     "google/gemma-2-27b": 27_227_128_320,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
-    "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200 - 58 * 256,  # biases of the routers, which are buffers
     "deepseek-ai/deepseek-coder-1.3b-base": 1_346_471_936,
 }
 # The same, for the class that transformers builds. A checkpoint may hold more: layers that predict further tokens
@@ -111,8 +111,7 @@ BUILT = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_total(name):
-    spec = model(name)
-    assert spec.parameters + spec.router_bias == PUBLISHED[name]
+    assert model(name).parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", BUILT)
