@@ -1,7 +1,4 @@
-"""Where Liger's kernels run in Triton's interpreter, ours agree: cross entropy, also fused with the linear, RoPE.
-
-And its models are Hugging Face's: a Llama that it patched has the same loss and the same gradients.
-"""
+"""Where Liger's kernels run in Triton's interpreter, ours agree: cross entropy, also fused with the linear, RoPE."""
 
 import sys
 

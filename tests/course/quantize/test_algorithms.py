@@ -10,7 +10,7 @@ from llmlab.course import quantize
 from llmlab.course.quantize.algorithms.awq import column_scale
 from llmlab.course.quantize.algorithms.gptq import damped_hessian, inverse_factor
 from llmlab.course.quantize.algorithms.hqq import hqq
-from llmlab.course.quantize.algorithms.qat import FakeQuantize, fake_quantize
+from llmlab.course.quantize.algorithms.qat import FakeQuantize
 from llmlab.course.quantize.algorithms.rtn import layer_error, rtn
 
 
@@ -146,7 +146,7 @@ def test_without_the_estimator_rounding_has_no_gradient():
     x = torch.linspace(-1, 1, 32, requires_grad=True)
     ((x / 0.125).round() * 0.125).sum().backward()
     assert not x.grad.any()
-    fake_quantize(x, 4).sum().backward()
+    FakeQuantize.apply(x, torch.tensor(0.25), torch.tensor(8.0), 4).sum().backward()
     assert (x.grad == 1).all()
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_bits, check_group
-from ..formats.affine import scale_and_zero, to_codes
+from ..formats.affine import to_codes
 
 
 class FakeQuantize(torch.autograd.Function):
@@ -28,14 +27,3 @@ class FakeQuantize(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (inside,) = ctx.saved_tensors
         return gradient * inside, None, None, None
-
-
-def fake_quantize(x: Tensor, bits: int = 4, group: int | None = None, symmetric: bool = True) -> Tensor:
-    """Return `x` (…, I) rounded to its codes' values, differentiable; `group` columns of a row share a scale.
-
-    The scale is computed from the values in every call, so almost nothing is clipped and the gradient is 1.
-    """
-    check_bits(bits)
-    runs = x.reshape(-1, check_group(group, x.shape[-1]))
-    scale, zero = scale_and_zero(runs.detach(), bits, symmetric)
-    return FakeQuantize.apply(runs, scale, zero, bits).reshape(x.shape)
