@@ -91,8 +91,8 @@ def test_good_weights_are_left_as_they_were(name):
     [
         (lambda: hqq(weight(), 4, 48), "group=48 does not divide 64"),
         (lambda: hqq(weight(), 2.5, 32), "bits=2.5"),
-        (lambda: kv.quantize_cache(torch.full((1, 1, 32, 8), float("nan")), "channel"), "256 nan"),
-        (lambda: kv.quantize_cache(torch.zeros(1, 1, 4, 30), "token"), "group=32 does not divide 30"),
+        (lambda: kv.rounded(torch.full((1, 1, 32, 8), float("nan")), "channel"), "256 nan"),
+        (lambda: kv.rounded(torch.zeros(1, 1, 4, 30), "token"), "group=32 does not divide 30"),
     ],
 )
 def test_other_settings_that_cannot_be(call, says):

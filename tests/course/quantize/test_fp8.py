@@ -74,15 +74,15 @@ def keys_with_loud_channels():
     return keys
 
 
-def cache_error(cache, quantized):
-    return ((quantized.dequantize() - cache).square().mean() / cache.square().mean()).item()
+def cache_error(cache, restored):
+    return ((restored - cache).square().mean() / cache.square().mean()).item()
 
 
 def test_keys_want_a_scale_a_channel():
     keys = keys_with_loud_channels()
     quiet = [c for c in range(64) if c not in (5, 40)]
     off = {
-        per: (kv.quantize_cache(keys, per, 2, 32).dequantize() - keys)[..., quiet].square().mean().item()
+        per: (kv.rounded(keys, per, 2, 32) - keys)[..., quiet].square().mean().item()
         for per in ("channel", "token")
     }
     assert off["channel"] < 0.5 * off["token"]
@@ -93,7 +93,7 @@ def test_a_token_is_attended_to_nearly_as_before():
     exact = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
 
     def off(per):
-        restored = kv.quantize_cache(keys, per, 4).dequantize(), kv.quantize_cache(values, "token", 4).dequantize()
+        restored = kv.rounded(keys, per, 4), kv.rounded(values, "token", 4)
         return (torch.nn.functional.scaled_dot_product_attention(query, *restored) - exact).norm() / exact.norm()
 
     assert off("channel") < 0.1 and off("channel") < 0.8 * off("token")
@@ -102,23 +102,16 @@ def test_a_token_is_attended_to_nearly_as_before():
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 100])
 def test_tokens_that_fill_no_group_stay_exact(tokens):
     keys = normal(1, 2, tokens, 64).half()
-    q = kv.quantize_cache(keys, "channel", 2, 32)
-    restored = q.dequantize()
+    restored = kv.rounded(keys, "channel", 2, 32)
     recent = tokens % 32
     assert restored.shape == keys.shape and restored.dtype == keys.dtype
     assert torch.equal(restored[:, :, tokens - recent :], keys[:, :, tokens - recent :])
 
 
-def test_two_bits_cost_three_with_their_scales():
-    keys = normal(1, 2, 128, 64).half()
-    assert kv.quantize_cache(keys, "channel", 2, 32).bytes == keys.numel() * 3 // 8, "2 bits, and 4 bytes for each 32"
-    assert kv.quantize_cache(keys, "token", 2, 32).bytes == keys.numel() * 3 // 8
-
-
 def test_fewer_bits_are_worse_and_the_cache_is_left_alone():
     values = normal(1, 2, 64, 64)
     before = values.clone()
-    errors = [cache_error(values, kv.quantize_cache(values, "token", bits)) for bits in (8, 4, 3, 2)]
+    errors = [cache_error(values, kv.rounded(values, "token", bits)) for bits in (8, 4, 3, 2)]
     assert errors == sorted(errors) and errors[0] < 1e-4
     assert torch.equal(values, before)
 
@@ -126,12 +119,12 @@ def test_fewer_bits_are_worse_and_the_cache_is_left_alone():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: kv.quantize_cache(normal(2, 64, 64), "channel"), "kv heads"),
-        (lambda: kv.quantize_cache(normal(1, 2, 8, 48), "token", 2, 32), "group=32 does not divide 48"),
-        (lambda: kv.quantize_cache(normal(1, 2, 32, 8), "channel", 2, 0), "group=0"),
-        (lambda: kv.quantize_cache(normal(1, 2, 32, 8), "channel", 1), "bits=1"),
-        (lambda: kv.quantize_cache(normal(1, 2, 32, 8), "head"), "per='head'"),
-        (lambda: kv.quantize_cache(normal(1, 2, 32, 8) / 0, "channel"), "inf"),
+        (lambda: kv.rounded(normal(2, 64, 64), "channel"), "kv heads"),
+        (lambda: kv.rounded(normal(1, 2, 8, 48), "token", 2, 32), "group=32 does not divide 48"),
+        (lambda: kv.rounded(normal(1, 2, 32, 8), "channel", 2, 0), "group=0"),
+        (lambda: kv.rounded(normal(1, 2, 32, 8), "channel", 1), "bits=1"),
+        (lambda: kv.rounded(normal(1, 2, 32, 8), "head"), "per='head'"),
+        (lambda: kv.rounded(normal(1, 2, 32, 8) / 0, "channel"), "inf"),
     ],
 )
 def test_bad_caches_are_refused(call, says):
