@@ -13,7 +13,7 @@ HELP = {
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
     "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. Without "
     "this option, every unquantized layer is in fp32, as after peft's prepare_model_for_kbit_training. embeddings: the "
-    "embedding and the head of a quantized model stay in 16 bits. all: every frozen layer does, as when a model is "
+    "embedding and the head of a quantized model stay in 16 bits. all: every frozen layer stays so, as when it is "
     "loaded in bf16 and trained with the Trainer's bf16=True.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",

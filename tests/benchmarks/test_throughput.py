@@ -7,7 +7,6 @@ import pytest
 
 import llmlab as lab
 from benchmarks.time import throughput
-from benchmarks.time.throughput_peers import rule
 
 
 def test_every_row_is_a_run_that_can_be_asked_for():
@@ -80,9 +79,26 @@ def test_a_published_utilisation_is_that_of_the_row(id, utilisation):
     assert row.measured * flops / (989e12 if nanotron else 312e12) == pytest.approx(utilisation, rel=0.005)
 
 
-def test_the_rule_at_the_median_share_of_a_gpu_is_off_by_what_its_rows_differ():
-    """Two rows that reach 1.2 and 0.8 times the rule: at the share between them, one is too low by a sixth."""
-    row = next(row for row in throughput.rows() if row.card == "T4")
-    near, far = (replace(row, id=id, measured=times * rule(row)) for id, times in (("near", 1.2), ("far", 0.8)))
-    found = throughput.fitted([(near, throughput.Predicted(None)), (far, throughput.Predicted(None))])
-    assert found == pytest.approx({"near": rule(row), "far": rule(row)})
+def test_errors_count_what_is_unknown_and_what_the_interval_holds():
+    row = throughput.rows()[0]
+    rate = row.measured
+    found = [
+        (row, throughput.Predicted(None)),
+        (row, throughput.Predicted(1.1 * rate, 0.9 * rate, 1.2 * rate)),
+        (row, throughput.Predicted(0.6 * rate, 0.5 * rate, 0.7 * rate)),
+        (row, throughput.Predicted(1.2 * rate)),
+    ]
+    got = throughput.errors(found)
+    assert (got.rows, got.known, got.inside) == (4, 3, 0.5)
+    assert got.median == pytest.approx(0.2) and got.worst == pytest.approx(0.4)
+
+
+def test_rows_have_the_steps_of_their_sources():
+    """InternEvo's tables hold tokens per GPU and step (train_performance.md), bigscience's chronicle sequences."""
+    smaller = {"evo-ckpt-mb4-512", "evo-ckpt-mb2-1024", "evo-tp1-one-1024"}
+    for row in throughput.rows():
+        run = row.run
+        if row.source.startswith("internevo") and row.id not in smaller:
+            assert run.global_batch * run.seq_len / run.world_size == 16384, row.id
+        if row.source == "bigscience-176b":
+            assert (run.global_batch, run.world_size) == (2048, 384), row.id
