@@ -3,7 +3,6 @@ import json
 import re
 import sys
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmlab as lab
-from benchmarks import provenance
-from benchmarks.agreement import cpu_grid
 from benchmarks.memory import configurations, held_out, loading, peers
 from benchmarks.memory.load_orders import Peaks
 from benchmarks.memory.questions import TOOLS, Tool, installed
-from benchmarks.speed import speed
 from llmlab.base.units import MiB
-from llmlab.specs.run import CHECKPOINTING
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -55,26 +50,6 @@ def report(peak: int) -> lab.Report:
 
 
 # ---- arithmetic
-
-
-def test_an_error_is_signed_and_relative_to_what_was_measured():
-    assert peers.relative_error(90, 100) == pytest.approx(-0.1)
-    assert peers.relative_error(300, 100) == pytest.approx(2.0)
-
-
-def test_summary_takes_the_median_of_sizes_and_keeps_the_worst_ones_sign():
-    assert peers.summarise([0.01, -0.5, 0.2, -0.1]) == {
-        "rows": 4, "median_abs_error": pytest.approx(0.15), "worst_error": -0.5, "too_low": 2,
-    }  # fmt: skip
-
-
-def test_no_row_covered_is_unknown_not_zero():
-    assert peers.summarise([])["median_abs_error"] is None
-
-
-def test_a_row_a_tool_cannot_be_asked_for_is_left_out_of_its_summary():
-    rows = [{"predicted": {"x": 110}, "peak_allocated": 100}, {"predicted": {"x": None}, "peak_allocated": 100}]
-    assert peers.errors_of("x", "peak_allocated", rows) == [pytest.approx(0.1)]
 
 
 def test_results_are_not_renewed_without_a_peer(monkeypatch, tmp_path):
@@ -210,27 +185,11 @@ def test_the_rows_that_miss_the_reserved_bar_are_the_kind_that_the_book_says(res
 # ---- speed
 
 
-def test_import_and_a_lookup_leave_torch_out():
-    assert not speed.torch_is_imported("import llmlab; llmlab.model('gpt2'), llmlab.gpu('T4')")
-    assert speed.torch_is_imported("import torch")
-
-
 def test_the_books_table_is_made_from_these_results(results):
     assert RESULTS.with_suffix(".md").read_text(encoding="utf-8") == peers.to_markdown(results) + "\n"
 
 
 # ---- the files of speed and overhead
-
-
-def test_a_markdown_table_escapes_the_bar_that_would_end_a_cell():
-    lines = provenance.table(["name", "|error|"], [["a | b", "1.50"]])
-    assert lines == [r"| name | \|error\| |", "| --- | ---: |", r"| a \| b | 1.50 |"]
-
-
-def test_writing_is_whole_or_not_at_all_and_asked_for(tmp_path):
-    folder = tmp_path / "results"
-    provenance.write(folder / "speed.md", "text")
-    assert [(file.name, file.read_text(encoding="utf-8")) for file in folder.iterdir()] == [("speed.md", "text\n")]
 
 
 SHOWN_ELSEWHERE = ("peers", "kernel_times", "kernel_sweep")  # by a test above; by the chapter, from the record
@@ -256,9 +215,3 @@ def test_every_row_of_a_table_has_the_cells_of_its_header(path):
 
 
 # ---- the CPU
-
-
-def test_the_grid_has_every_combination_of_a_training_step_once():
-    runs = [(name, run) for what, name, run in cpu_grid.grid() if what.startswith("training")]
-    ways = (cpu_grid.SHAPES, cpu_grid.PRECISIONS, cpu_grid.STEPPED, CHECKPOINTING, cpu_grid.ATTENTIONS, (1, 2))
-    assert len(runs) == len(set(runs)) == prod(map(len, ways))

@@ -77,28 +77,3 @@ def test_a_published_utilisation_is_that_of_the_row(id, utilisation):
     twice = model.vocab * model.hidden if nanotron and model.tied and row.run.pp > 1 else 0
     flops = 6 * (model.parameters + twice) + 12 * model.layers * model.hidden * row.run.seq_len
     assert row.measured * flops / (989e12 if nanotron else 312e12) == pytest.approx(utilisation, rel=0.005)
-
-
-def test_errors_count_what_is_unknown_and_what_the_interval_holds():
-    row = throughput.rows()[0]
-    rate = row.measured
-    found = [
-        (row, throughput.Predicted(None)),
-        (row, throughput.Predicted(1.1 * rate, 0.9 * rate, 1.2 * rate)),
-        (row, throughput.Predicted(0.6 * rate, 0.5 * rate, 0.7 * rate)),
-        (row, throughput.Predicted(1.2 * rate)),
-    ]
-    got = throughput.errors(found)
-    assert (got.rows, got.known, got.inside) == (4, 3, 0.5)
-    assert got.median == pytest.approx(0.2) and got.worst == pytest.approx(0.4)
-
-
-def test_rows_have_the_steps_of_their_sources():
-    """InternEvo's tables hold tokens per GPU and step (train_performance.md), bigscience's chronicle sequences."""
-    smaller = {"evo-ckpt-mb4-512", "evo-ckpt-mb2-1024", "evo-tp1-one-1024"}
-    for row in throughput.rows():
-        run = row.run
-        if row.source.startswith("internevo") and row.id not in smaller:
-            assert run.global_batch * run.seq_len / run.world_size == 16384, row.id
-        if row.source == "bigscience-176b":
-            assert (run.global_batch, run.world_size) == (2048, 384), row.id

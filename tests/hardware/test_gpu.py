@@ -94,14 +94,6 @@ def test_dtypes_follow_the_generation(card):
     assert ("fp4" in card.peak_flops) == (card.compute_capability >= (10, 0))
 
 
-@pytest.mark.parametrize("name", ["T4", "V100-16GB", "V100-32GB"])
-def test_turing_and_volta_have_neither_bf16_nor_flash_attention_2(name):
-    card = gpu(name)
-    assert [card.peak(dtype) for dtype in ("bf16", "tf32", "fp8")] == [None, None, None]
-    assert not card.supports_bf16
-    assert not card.supports_flash_attention_2
-
-
 @CARDS
 def test_fp32_is_what_the_cores_can_do(card):
     """FP32 rate = SMs × lanes × 2 × clock, for a boost clock between 1.3 and 2.7 GHz."""
