@@ -1,4 +1,4 @@
-"""The benchmarks: arithmetic of the errors, each peer asked once, and the results that the book shows. No timings."""
+"""The benchmarks: each peer asked once, and the results that the book shows. No timings."""
 import json
 import re
 import sys
@@ -47,9 +47,6 @@ def report(peak: int) -> lab.Report:
     return lab.Report(
         source="published", model="SmolLM2-135M", run=QLORA, gpu="T4", peak_allocated=peak, citation="none"
     )
-
-
-# ---- arithmetic
 
 
 def test_results_are_not_renewed_without_a_peer(monkeypatch, tmp_path):
@@ -182,14 +179,8 @@ def test_the_rows_that_miss_the_reserved_bar_are_the_kind_that_the_book_says(res
     assert [configurations.spread([r["peak_reserved"] for r in g]) > 0.05 for g in repeats] == [True]
 
 
-# ---- speed
-
-
 def test_the_books_table_is_made_from_these_results(results):
     assert RESULTS.with_suffix(".md").read_text(encoding="utf-8") == peers.to_markdown(results) + "\n"
-
-
-# ---- the files of speed and overhead
 
 
 SHOWN_ELSEWHERE = ("peers", "kernel_times", "kernel_sweep")  # by a test above; by the chapter, from the record
@@ -212,6 +203,3 @@ def test_every_row_of_a_table_has_the_cells_of_its_header(path):
     text = path.read_text(encoding="utf-8")
     for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines.splitlines()}) == 1, lines.splitlines()[0]
-
-
-# ---- the CPU
