@@ -64,10 +64,10 @@ def litgpt_rows(clones: Path) -> Iterator[Row]:
         verb = "finetune_full" if file.stem == "full" else "finetune_lora"
         batch = 2 * config["train"]["micro_batch_size"] * config["devices"]
         checkpoint = Path(config["checkpoint_dir"]).name
-        run = (f"-m litgpt {verb} {{data}}/litgpt/{checkpoint} --config config_hub/finetune/{file.relative_to(folder)} "
+        run = (f"-m litgpt {verb} --config config_hub/finetune/{file.relative_to(folder)} {{data}}/litgpt/{checkpoint} "
                f"--train.global_batch_size {batch}")  # fmt: skip
-        case = Case(name=name.removesuffix(".yaml"), place=LITGPT, run=run, gpu="A10G", path=LITGPT, limit=LIMIT,
-                    data={"mhenrichsen/alpaca_2k_test": "alpaca_long.jsonl"})  # fmt: skip
+        case = Case(name=name.removesuffix(".yaml").replace("/", "-"), place=LITGPT, run=run, gpu="A10G", path=LITGPT,
+                    limit=LIMIT, data={"mhenrichsen/alpaca_2k_test": "alpaca_long.jsonl"})  # fmt: skip
         yield case, {} if peak == OOM else {"allocated": float(peak.removesuffix(" GB")) * 1e9}
 
 
@@ -91,7 +91,7 @@ def report(title: str, rows: list[tuple[Row, Result]], unit: tuple[str, float], 
         lines.append([case.name, *cells])
     apart = " and ".join(
         f"{kind} memory is off by {median(map(abs, each)):.1%} at the median and by {max(map(abs, each)):.1%} at most"
-        for kind, each in off.items()
+        for kind, each in off.items() if each
     )
     text = [f"{title}: of {len(rows)} rows, {len(rows) - failed} can be simulated, and {same} of them have the "
             f"published outcome. The {apart}.", ""]  # fmt: skip

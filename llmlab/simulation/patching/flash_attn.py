@@ -70,9 +70,9 @@ def _as_given(gradients: list[Tensor], given: int) -> list[Tensor]:
     last = given - 1
     if given < 3:
         *rows, heads, size = gradients[last].shape
-        shape, options = (*rows, 3 - last, heads, size), {"dtype": gradients[last].dtype, "device": gradients[0].device}
+        dtype, device = gradients[last].dtype, gradients[last].device
         del gradients[last:]
-        gradients.append(torch.empty(shape, **options))
+        gradients.append(torch.empty((*rows, 3 - last, heads, size), dtype=dtype, device=device))
     return gradients
 
 

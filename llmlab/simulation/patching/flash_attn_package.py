@@ -79,7 +79,7 @@ class _Norm(torch.autograd.Function):
         dtype, shape, residual = ctx.options
         grad_x = summed.to(dtype, copy=True)
         grad_residual = None if not residual else grad_x if dtype == summed.dtype else summed.clone()
-        parts = 8 * torch.cuda.get_device_properties(summed.device).multi_processor_count
+        parts = 8 * torch.cuda.get_device_properties(0).multi_processor_count
         partial_sums = [each if each is None else torch.empty(parts, each.numel(), device=each.device)
                         for each in (weight, bias)]  # fmt: skip
         grad_weight, grad_bias = (each if each is None else each.sum(0).to(weight.dtype) for each in partial_sums)
@@ -175,7 +175,7 @@ def _modules(capability: Capability) -> dict[str, dict[str, Any]]:
         return {each.__name__: each for each in made}
 
     in_place = dict.fromkeys(("apply_rotary_emb_qkv_", "apply_rotary_emb_kv_"), apply_rotary_in_place)
-    modules = {
+    modules: dict[str, dict[str, Any]] = {
         "": {"__version__": VERSION, **attention},
         ".flash_attn_interface": attention,
         ".bert_padding": named(index_first_axis, index_put_first_axis, pad_input, unpad_input),
