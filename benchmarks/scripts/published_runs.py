@@ -2,8 +2,8 @@
 
     python -m benchmarks.scripts.published_runs --clones DIR --work DIR --out benchmarks/results  # published_runs.md
 
-DIR of --clones holds DaoyuanLi2816/can-i-finetune-this at commit 053ce9e and Lightning-AI/litgpt at 26857050. The
-figures are read from there, and no line of either is changed.
+DIR of --clones holds DaoyuanLi2816/can-i-finetune-this at commit 053ce9e, and as litgpt-2024-09 Lightning-AI/litgpt at
+00af8b0d, the commit of its table's last rows. The figures are read from there, and no line of either is changed.
 
 `canifinetune bench` trains Qwen2.5 on an RTX 4080 with synthetic batches of a fixed length. Its result files have the
 largest allocated and reserved memory.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -29,9 +30,10 @@ import yaml
 
 from benchmarks.provenance import provenance, titled_table, write
 from benchmarks.scripts.scripts import ANSWERED, NO_ROOM, Case, Result, run_case
+from benchmarks.scripts.standins import litgpt_checkpoint
 from llmlab.base.units import GiB
 
-BENCH, LITGPT = "can-i-finetune-this", "litgpt"
+BENCH, LITGPT = "can-i-finetune-this", "litgpt-2024-09"
 OOM = "OOM"
 LIMIT = 900  # seconds for one row
 Row = tuple[Case, dict[str, float]]  # with the published bytes, of "allocated" and "reserved"; none if out of memory
@@ -64,8 +66,8 @@ def litgpt_rows(clones: Path) -> Iterator[Row]:
         verb = "finetune_full" if file.stem == "full" else "finetune_lora"
         batch = 2 * config["train"]["micro_batch_size"] * config["devices"]
         checkpoint = Path(config["checkpoint_dir"]).name
-        run = (f"-m litgpt {verb} --config config_hub/finetune/{file.relative_to(folder)} {{data}}/litgpt/{checkpoint} "
-               f"--train.global_batch_size {batch}")  # fmt: skip
+        run = (f"-m litgpt {verb} --config config_hub/finetune/{file.relative_to(folder)} "
+               f"{{data}}/{LITGPT}/{checkpoint} --train.global_batch_size {batch}")  # fmt: skip
         case = Case(name=name.removesuffix(".yaml").replace("/", "-"), place=LITGPT, run=run, gpu="A10G", path=LITGPT,
                     limit=LIMIT, data={"mhenrichsen/alpaca_2k_test": "alpaca_long.jsonl"})  # fmt: skip
         yield case, {} if peak == OOM else {"allocated": float(peak.removesuffix(" GB")) * 1e9}
@@ -116,6 +118,11 @@ def main(clones: Path, work: Path, out: Path | None, names: tuple[str, ...]) -> 
     """Run the rows that are not in --work yet, or NAMES, and write the tables."""
     clones, work = clones.resolve(), work.resolve()
     (work / "logs").mkdir(exist_ok=True)
+    sys.path.insert(0, str(clones / LITGPT))  # the configs of its checkpoints are its own
+    for file in (clones / LITGPT / "config_hub/finetune").glob("*/*.yaml"):
+        checkpoint = work / "data" / LITGPT / Path(yaml.safe_load(file.read_text())["checkpoint_dir"]).name
+        if not checkpoint.exists():
+            litgpt_checkpoint(checkpoint, work / "tokenizer")
     kept = work / "published_runs.json"
     done: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     sources = {BENCH: list(bench_rows(clones)), LITGPT: list(litgpt_rows(clones))}

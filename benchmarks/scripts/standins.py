@@ -390,28 +390,8 @@ class StandIns:
         (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(number) for number in range(10)]}))
 
     def litgpt(self) -> None:
-        """The checkpoint folders of litgpt, whose tensors are one number each, spread out: of a small model, and of
-        each model in its table of fine-tuning."""
-        from dataclasses import asdict
-
-        import yaml
-        from litgpt.config import Config
-        from litgpt.model import GPT
-
-        files = self.clones.glob("litgpt/config_hub/finetune/*/*.yaml")
-        named = {Path(yaml.safe_load(file.read_text())["checkpoint_dir"]).name for file in files}
-        for place in ("EleutherAI/pythia-160m", *sorted(named)):
-            folder = self.data / "litgpt" / place
-            folder.mkdir(parents=True, exist_ok=True)
-            config = Config.from_name(folder.name)
-            (folder / "model_config.yaml").write_text(yaml.dump(asdict(config)))
-            with torch.device("meta"):
-                model = GPT(config).to(torch.bfloat16)
-            state = {
-                name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in model.state_dict().items()
-            }
-            torch.save(state, folder / "lit_model.pth")
-            shutil.copytree(self.work / "tokenizer", folder, dirs_exist_ok=True)
+        """A checkpoint folder of litgpt."""
+        litgpt_checkpoint(self.data / "litgpt/EleutherAI/pythia-160m", self.work / "tokenizer")
 
     def nanochat(self) -> None:
         """nanochat's tokenizer and shards of text."""
@@ -780,6 +760,23 @@ class StandIns:
         settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": "<|startoftext|>",
                     "eos_token": END, "unk_token": END, "pad_token": END}  # fmt: skip
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def litgpt_checkpoint(folder: Path, tokenizer: Path) -> None:
+    """Make a checkpoint folder of litgpt, named as the model is, whose tensors are one number each, spread out."""
+    from dataclasses import asdict
+
+    import yaml
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    config = Config.from_name(folder.name)
+    (folder / "model_config.yaml").write_text(yaml.dump(asdict(config)))
+    with torch.device("meta"):
+        model = GPT(config).to(torch.bfloat16)
+    state = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in model.state_dict().items()}
+    torch.save(state, folder / "lit_model.pth")
 
 
 def without_values(state: Mapping[str, torch.Tensor], path: Path) -> None:

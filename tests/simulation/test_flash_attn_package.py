@@ -110,7 +110,7 @@ def test_the_modules_are_gone_after_the_block_and_others_are_not_found():
     with lab.simulator("A100-40GB"):
         import flash_attn.layers.rotary  # noqa: F401
 
-        with pytest.raises(ModuleNotFoundError, match="flash_attn.modules"):
+        with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.modules"):
             import flash_attn.modules.mha  # noqa: F401
     assert importlib.util.find_spec("flash_attn") is None
     assert not [name for name in sys.modules if name.startswith("flash_attn")]
