@@ -73,8 +73,11 @@ def litgpt_rows(clones: Path) -> Iterator[Row]:
         yield case, {} if peak == OOM else {"allocated": float(peak.removesuffix(" GB")) * 1e9}
 
 
-def report(title: str, rows: list[tuple[Row, Result]], unit: tuple[str, float], kinds: tuple[str, ...]) -> list[str]:
-    """Return the summary and the tables of one source. Its memory is shown in its own unit, by name and bytes."""
+def report(
+    title: str, total: int, rows: list[tuple[Row, Result]], unit: tuple[str, float], kinds: tuple[str, ...]
+) -> list[str]:
+    """Return the summary and the tables of one source, of whose `total` rows those in `rows` were run. Its memory is
+    shown in its own unit, by name and bytes."""
     lines, off = [], {kind: list[float]() for kind in kinds}
     same = failed = 0
     for (case, published), made in rows:
@@ -95,8 +98,8 @@ def report(title: str, rows: list[tuple[Row, Result]], unit: tuple[str, float], 
         f"{kind} memory is off by {median(map(abs, each)):.1%} at the median and by {max(map(abs, each)):.1%} at most"
         for kind, each in off.items() if each
     )
-    text = [f"{title}: of {len(rows)} rows, {len(rows) - failed} can be simulated, and {same} of them have the "
-            f"published outcome. The {apart}.", ""]  # fmt: skip
+    text = [f"{title}: we ran {len(rows)} of {total} rows. Of these, {len(rows) - failed} can be simulated, and {same} "
+            f"have the published outcome. The {apart}.", ""]  # fmt: skip
     header = [cell for kind in kinds for cell in (f"{kind}, published, {unit[0]}", f"simulated, {unit[0]}", "off")]
     text += titled_table(title, ["row", *header], lines)
     if failed:
@@ -134,9 +137,11 @@ def main(clones: Path, work: Path, out: Path | None, names: tuple[str, ...]) -> 
             print(case.name, published, made, flush=True)
     shown = {source: [(row, Result(**done[row[0].name])) for row in rows if row[0].name in done]
              for source, rows in sources.items()}  # fmt: skip
-    text = [*report("canifinetune's runs on an RTX 4080", shown[BENCH], ("GiB", GiB), ("allocated", "reserved")),
-            *report("litgpt's configurations on an A10G", shown[LITGPT], ("GB", 1e9), ("allocated",)),
-            provenance("llmlab", "torch", "transformers", "peft", "bitsandbytes", "litgpt", "lightning")]  # fmt: skip
+    tables = {BENCH: ("canifinetune's runs on an RTX 4080", ("GiB", GiB), ("allocated", "reserved")),
+              LITGPT: ("LitGPT's configurations on an A10G", ("GB", 1e9), ("allocated",))}  # fmt: skip
+    text = [*(line for source, (title, *how) in tables.items()
+              for line in report(title, len(sources[source]), shown[source], *how)),
+            provenance("llmlab", "torch", "transformers", "peft", "bitsandbytes", "lightning")]  # fmt: skip
     print("\n".join(text))
     if out:
         write(out / "published_runs.md", "\n".join(text))

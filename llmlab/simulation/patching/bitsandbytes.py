@@ -91,7 +91,7 @@ def _fake_parameters(
 def _instance_check(metaclass: type) -> Callable[[type, Any], bool]:
     """Return an __instancecheck__ for which a replacement is an instance of the class that it replaces, as Lightning
     and peft ask."""
-    real = metaclass.__instancecheck__
+    real: Any = metaclass.__instancecheck__
     return lambda cls, value: real(cls, value) or getattr(type(value), "replaces", None) is cls
 
 
