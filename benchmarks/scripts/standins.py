@@ -147,7 +147,7 @@ class StandIns:
         self.stable_diffusion()
         beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.torchao, self.lightning, self.deepspeed)
         for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm, self.trl, self.trl_rows, self.seeing,
-                     self.newer):
+                     self.seen, self.newer):
             try:
                 part()
             except (FileNotFoundError, ImportError) as missing:
@@ -521,8 +521,7 @@ class StandIns:
         Dataset.from_list(sets["gsm8k"]).to_parquet(str(self.data / "gsm8k.parquet"))
 
     def seeing(self) -> None:
-        """Models that see, with their processors, and rows with pictures."""
-        from datasets import Dataset, Features, Image, List, Value
+        """Models that see, with their processors."""
         from transformers import (
             CLIPImageProcessor,
             Gemma3ImageProcessor,
@@ -581,6 +580,10 @@ class StandIns:
             config["text_config"]["num_hidden_layers"] = config["vision_config"]["num_hidden_layers"] = FEW
             looks = Gemma3ImageProcessor(size={"height": 896, "width": 896})
             save(name, config, Gemma3Processor(looks, says, says.chat_template))
+
+    def seen(self) -> None:
+        """Rows with pictures, for models that see."""
+        from datasets import Dataset, Features, Image, List, Value
 
         def turn(role: str, *parts: dict[str, str]) -> dict[str, Any]:
             return {"role": role, "content": list(parts)}

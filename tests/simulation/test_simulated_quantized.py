@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import llmlab as lab
-from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulation.simulator import simulator
-from llmlab.simulation.workspaces.bitsandbytes import multiplies_packed
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -105,25 +103,6 @@ def test_peft_gives_cached_segments_back_and_stays_as_it_was():
     recording = recorded(LLAMA, run, CARD)
     assert recording.engine.memory.statistics.num_sync_all_streams == 1  # one empty_cache()
     assert peft.prepare_model_for_kbit_training is before
-
-
-@pytest.mark.parametrize(
-    ("gpu", "shape", "dtype", "most"),
-    [
-        ("T4", (4096, 4096), torch.float16, 64),  # fp16 alone has a tensor-core kernel on Turing
-        ("T4", (4096, 4096), torch.bfloat16, 7),
-        ("T4", (14336, 4096), torch.float16, 128),
-        ("A100-80GB", (14336, 4096), torch.bfloat16, 64),
-        ("A100-80GB", (4096, 14336), torch.bfloat16, 5),  # many more inputs than outputs: unpacking is faster
-        ("V100-16GB", (4096, 4096), torch.float16, 7),
-        ("A100-80GB", (4096, 4096), torch.float32, 7),
-    ],
-)  # fmt: skip
-def test_up_to_how_many_rows_a_card_multiplies_packed_weights(gpu, shape, dtype, most):
-    """backends/cuda/ops.py, _gemm_4bit_use_custom_cuda, read for each architecture."""
-    card = find_gpu(gpu)
-    assert multiplies_packed(card, dtype, most, shape, 64) and not multiplies_packed(card, dtype, most + 1, shape, 64)
-    assert not multiplies_packed(card, dtype, most, (shape[0], shape[1] + 32), 64)  # rows of whole blocks only
 
 
 @pytest.fixture(scope="module")
