@@ -60,6 +60,17 @@ def test_an_nf4_report_says_that_earlier_releases_loaded_in_other_orders():
     assert len(apart) == 3 and min(apart) > 0 and max(apart) == pytest.approx(13_272 / 11_880 - 1, rel=1e-3)
 
 
+def test_a_quantized_weight_is_an_instance_of_its_class():
+    """lightning/fabric/plugins/precision/bitsandbytes.py asserts it, before it quantizes a layer."""
+    import bitsandbytes as bnb
+
+    with lab.simulator("A100-40GB"):
+        weights = bnb.nn.Linear4bit(64, 64).cuda().weight, bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).weight
+        kinds = bnb.nn.Params4bit, bnb.nn.Int8Params
+        assert [[isinstance(each, kind) for kind in kinds] for each in weights] == [[True, False], [False, True]]
+        assert not isinstance(torch.nn.Linear(2, 2).weight, kinds)
+
+
 def test_int8_holds_a_byte_a_weight_and_a_scale_a_row():
     """bitsandbytes/nn/modules.py, Int8Params._quantize: CB, which is the weight, and SCB in fp32."""
     run = lab.Training(micro_batch=2, seq_len=128, precision="bf16", quantization="int8", lora=ADAPTED)
