@@ -61,12 +61,11 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     """
     from .formulas.report import estimated
     from .simulation.deriving import trace_of
-    from .specs.check import has_formulas
+    from .specs.check import is_derived
 
     spec = find_model(model)
-    if gpu is not None and not has_formulas(spec, run):
-        trace_of(spec, run, gpu)
-    return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
+    trace = trace_of(spec, run, gpu) if gpu is not None and is_derived(spec, run) else None
+    return _assuming(_with_generation(estimated(spec, run, gpu, cluster, trace), spec, run, gpu), spec, run, gpu)
 
 
 def serve(
