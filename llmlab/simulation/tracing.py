@@ -5,6 +5,8 @@ bytes of each request, and the numbers of each operator, at these points determi
 that has too few such points is simulated at its own sizes alone, and its trace has constants. One more simulation has
 one more group of layers. Each further group adds the difference between the same moments of both depths, and the
 difference between their times. The trace must then reproduce the peaks of all these simulations.
+
+Of many micro-batches, `FEW` are simulated. One more simulation shows which operators each further one adds.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from .depth import Depth, depth_of, with_layers
 from .report import ROOMY, recorded
 
 IN_FLIGHT = 2  # groups whose weights FSDP has gathered, or whose gradients it has not reduced yet
+FEW = 2  # the second micro-batch adds its gradients to those of the first, and so do all others
 APART = 0.015  # the largest relative difference allowed between the peaks of a trace and of its simulations
 
 
@@ -83,23 +86,35 @@ def derived(spec: ModelSpec, run: Training, gpu: GPU) -> Trace:
     raise AssertionError("the step's own sizes are a point")
 
 
-def _derived(spec: ModelSpec, run: Training, gpu: GPU, at: Sequence[tuple[int, int]], fixed: int) -> Trace:
-    depth = depth_of(spec)
+def _derived(spec: ModelSpec, whole: Training, gpu: GPU, at: Sequence[tuple[int, int]], fixed: int) -> Trace:
+    depth, run = depth_of(spec), replace(whole, accumulation=min(FEW, whole.accumulation))
     if run.world_size > 1:
         depth = depth.begun_after(IN_FLIGHT)
     numbers: dict[Term, int] = {}
-    shallow = deep = _traced(with_layers(spec, depth.least) if depth.period else spec, run, gpu, at, numbers)
+    few = with_layers(spec, depth.least) if depth.period else spec
+    shallow = deep = _traced(few, run, gpu, at, numbers)
     peaks = [(0, point, step.peak) for point, step in zip(at, shallow.steps, strict=True)]
     operators = _kernels(shallow.steps, at)
+    # At this point the fewest requests and operators are equal, so they identify those of other steps.
+    same, sizes = max(zip(shallow.steps, at, strict=True), key=lambda pair: _different(pair[0]))
+    run = replace(run, micro_batch=sizes[0], seq_len=sizes[1])
+    depths = [(few, same.operators)]
     if depth.period:
         more = with_layers(spec, depth.least + depth.period)
-        # At this point the fewest requests and operators are equal, so they identify those of the deeper step.
-        same, sizes = max(zip(shallow.steps, at, strict=True), key=lambda pair: _different(pair[0]))
-        step = _step(more, replace(run, micro_batch=sizes[0], seq_len=sizes[1]), gpu)
+        step = _step(more, run, gpu)
         terms = _terms_like(shallow.terms, same.requests, step)
         deep = _Traced(_moments(step, terms, numbers), terms)
         peaks.append((1, sizes, step.peak))
         operators = _deeper(operators, same.operators, step.operators)
+        depths.append((more, step.operators))
+    if whole.accumulation > FEW and operators.formulas:
+        orders, known = [], operators
+        for (model, before), order in zip(depths, operators[1:], strict=False):
+            after = _step(model, replace(run, accumulation=FEW + 1), gpu).operators
+            known = _deeper(known, same.operators, after)
+            start, end = _inserted(before, after)
+            orders.append(order[:start] + known.deep[start:end] * (whole.accumulation - FEW) + order[start:])
+        operators = KernelTrace(known.formulas, orders[0], orders[-1])
     trace = replace(_joined(depth, shallow, deep, [*numbers]), fixed=fixed, kernels=operators)
     for groups, point, peak in peaks:
         total = max(trace.totals(*point, groups=groups))
@@ -228,6 +243,20 @@ def _deeper(shallow: KernelTrace, same: Sequence[Kernel], operators: Sequence[Ke
         alike = known[kernel]
         order.append(next((number for number in alike if (order[-1], number) in follows), alike[0]))
     return KernelTrace(tuple(formulas), shallow.shallow, tuple(order[1:]))
+
+
+def _inserted(operators: Sequence[object], longer: Sequence[object]) -> tuple[int, int]:
+    """Return the place in `longer` of the operators that it has in addition to the same `operators`.
+
+    >>> _inserted("abacz", "abacacz")
+    (4, 6)
+    """
+    pairs = enumerate(zip(operators, longer, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), len(operators))
+    end = start + len(longer) - len(operators)
+    if longer[end:] != operators[start:]:
+        raise Untraceable("a further micro-batch runs other operators")
+    return start, end
 
 
 def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:

@@ -43,6 +43,7 @@ def cache(tmp_path_factory):
         (OLMO, {"precision": "autocast-bf16", "checkpointing": "full"}),
         (OLMO, {"lora": lab.LoRA(8)}),
         (OLMO, {"dp": 8}),
+        (OLMO, {"accumulation": 4, "dp": 8, "zero": 2, "precision": "mixed-bf16"}),
         (DEEP, {"dp": 8, "zero": 3, "precision": "mixed-bf16", "checkpointing": "full"}),
         (GPT_OSS, {"checkpointing": "full"}),
         (DEEPSEEK, {"dp": 32, "zero": 3, "precision": "mixed-bf16"}),  # too few layers for one further group
