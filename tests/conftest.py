@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-from multiprocessing import forkserver, get_context
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,9 @@ settings.load_profile("ci")
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+# What most ranks of tests import. transformers' trainer imports PEFT, which imports bitsandbytes.
+launching.PRELOADED += ["pytest", "transformers.models.llama.modeling_llama", "transformers.trainer"]
 
 IMPORTED = pytest.StashKey[int]()
 
@@ -78,40 +80,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def in_environment(environment, target, *arguments):
-    """Run in a rank that was forked: its server's environment is that of whoever came first."""
-    os.environ.clear()
-    os.environ.update(environment)
-    gc.freeze()  # as pytest_runtest_setup does
-    target(*arguments)
-
-
-class Forked:
-    """In the place of a context that spawns: each process is forked from one server, which has imported torch."""
-
-    @staticmethod
-    def Process(target, args, name):
-        server = get_context("forkserver")
-        # torch's optimizers import its compiler. None of these touches a GPU, which a fork could not use any more.
-        # transformers' trainer imports PEFT, which imports bitsandbytes, which imports the compiler's backend.
-        transformers = ("transformers.models.llama.modeling_llama", "transformers.trainer")
-        server.set_forkserver_preload(
-            ["pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", *transformers, "llmlab"]
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "1")  # threads that a library starts as it is loaded are not forked
-            forkserver.ensure_running()
-        return server.Process(target=in_environment, args=(dict(os.environ), target, *args), name=name)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked_ranks():
-    """`launch` forks its ranks: a new interpreter with torch takes 5 s of a core, for each rank of each launch.
-
-    tests/ranks/test_launch.py has a fixture of this name instead that leaves `launch` as it is.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmlab.ranks.launch.get_context", lambda _: Forked)
-        yield Forked

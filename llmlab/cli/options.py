@@ -25,14 +25,15 @@ from ..specs.run import Inference, LoRA, Run, Training
 GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
 # The help's words for defaults that depend on the device or on other options.
 USUAL = {
-    "precision": "autocast-bf16, or bf16 if --lora is given without --quantization. On a T4 or V100 the default uses "
-    "fp16 instead of bf16; on a CPU it is fp32. --stack and --from can change the default",
-    "weights": "bf16; on a T4 or V100: fp16",
-    "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a T4 or V100",
+    "precision": "autocast-bf16, or bf16 if --lora is given without --quantization. On a GPU without bf16, such as "
+    "a T4, the default uses fp16 instead; on a CPU it is fp32. --stack and --from can change the default",
+    "weights": "bf16; on a GPU without bf16, such as a T4: fp16",
+    "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a GPU without bf16",
     "reference": "adapter with --lora, otherwise kept; with grpo, none",
     "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",
 }
-MODEL = "MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder."
+MODEL = ("MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a "
+         "config.json or of its folder.")  # fmt: skip
 EXIT_CODES = "Exit codes: 0 = the run fits; 1 = it does not fit; 2 = llmlab cannot tell, or the input is invalid."
 
 def spec_options() -> list[click.Option]:

@@ -33,7 +33,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     @click.option("--method", default="full", show_default=True, help="Train all weights (full), or LoRA or "
                   "QLoRA adapters. One of full, lora, qlora.")
     @click.option("--allow", multiple=True, metavar="NAME",
-                  help="Let the search also change optimizer, precision, kernels, fp8, lora or seq_len. Repeatable.")
+                  help="Let the search also change optimizer, precision (to bf16 weights), kernels, fp8, lora or "
+                  "seq_len. Repeatable.")
     @click.option("--fixed", multiple=True, metavar="FIELD=VALUE",
                   help="Fix a training option of `llmlab estimate`, written with underscores, for example "
                   "seq_len=4096. Repeatable.")
@@ -59,7 +60,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         --goal cheapest, the search also tries GPU models other than that of --gpus, if their price is known. It never
         uses more GPUs than --gpus has.
 
-        MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
+        MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a
+        config.json or of its folder.
         """
         if force and folder is None:
             raise SpecError("--force replaces the files of --write; give --write DIR as well")
@@ -92,8 +94,9 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
 
         Changes that cost no time come first, and the others follow in order of time per GiB saved.
 
-        MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder. Without MODEL and
-        SNAPSHOT, the command reads PyTorch's out-of-memory message from stdin and explains it: llmlab fix < log.txt
+        MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a
+        config.json or of its folder. Without MODEL and SNAPSHOT, the command reads PyTorch's out-of-memory message from
+        stdin and explains it: llmlab fix < log.txt
 
         SNAPSHOT is a file that torch.cuda.memory._dump_snapshot wrote. The command prints its peak by part and by
         module, its fragmentation, and the memory that grew between steps. If you give a second snapshot, of another

@@ -60,7 +60,8 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
     ) -> int:
         """Predict memory, latency, throughput and price of a served model.
 
-        MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
+        MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a
+        config.json or of its folder.
         """
         name, count = _gpus(gpu)
         options = {key: value for key, value in given.items() if value is not None}

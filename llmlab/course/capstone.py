@@ -3,15 +3,16 @@
     text -> tokenizer -> packed data -> pretraining -> LoRA -> evaluation -> quantization -> serving
 
     python -m llmlab.course.capstone --out run                 # the toy: about a minute on two cores
-    python -m llmlab.course.capstone --out run --scale t4      # for a GPU with 16 GB
-    torchrun --nproc-per-node 2 -m llmlab.course.capstone --out run
-    accelerate launch --config_file plan/accelerate.yaml -m llmlab.course.capstone --out run --engine accelerate
-    deepspeed --num_accelerators 2 --module llmlab.course.capstone --out run --engine deepspeed \
+    python -m llmlab.course.capstone --out run-t4 --scale t4   # for a GPU with 16 GB
+    torchrun --nproc-per-node 2 -m llmlab.course.capstone --out run-torchrun
+    accelerate launch --config_file plan/accelerate.yaml -m llmlab.course.capstone --out run-accelerate \
+        --engine accelerate
+    deepspeed --num_accelerators 2 --module llmlab.course.capstone --out run-deepspeed --engine deepspeed \
         --settings plan/ds_config.json
 
-`llmlab.plan` and `llmlab.write` write the files in plan/. Kill the script at any moment, and start it again with the
-same command: it continues from its last checkpoint. On a CPU, the final weights equal those of an uninterrupted run bit
-for bit.
+Give each run a folder of its own, because a finished run does not train again. `llmlab.write` writes the files in
+plan/. Kill the script at any moment, and start it again with the same command: it continues from its last checkpoint.
+On a CPU, the final weights equal those of an uninterrupted run bit for bit.
 
     B  sequences of a step     S  tokens per sequence     V  vocabulary
 """

@@ -245,7 +245,7 @@ def _notes(
     if fit.outcome == "unknown":
         between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(gpu.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
-        close = "That is too close for formulas; `llmlab simulate` decides."
+        close = "That is too close for formulas; `llmlab simulate` decides, if it supports the run."
         if sort is MEGATRON_DEEPSPEED:
             close = "DeepSpeed's buffers in Megatron-DeepSpeed are unknown, so only a run on the GPU decides."
         yield Note("near-limit", f"{needs}. {close}")
@@ -253,7 +253,7 @@ def _notes(
         needs = f"With CUDA context and fragmentation the process needs at most {show_bytes(fit.most)}"
         steps = f"in 95 % of simulated steps of this kind ({sort.what})"
         yield Note("probably-fits", f"{needs} {steps}, and the GPU has {show_bytes(gpu.memory)}. "
-                   "`llmlab simulate` decides.")  # fmt: skip
+                   "`llmlab simulate` decides, if it supports the run.")  # fmt: skip
     if isinstance(run, Inference):
         engine = "`llmlab serve` predicts an engine that batches requests: its KV cache, latency and price"
         yield Note("serving", f"This is Hugging Face's generate(). {engine}.")

@@ -10,6 +10,7 @@ No port is chosen: the ranks find each other through a file, and gloo takes free
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import pickle
@@ -39,6 +40,7 @@ MOST_RANKS = 64  # of one machine: a rank is a Python with torch, about 0.3 GB
 PATIENCE = 10.0  # seconds that one rank may keep the others waiting
 START = 120.0  # seconds until all have imported torch and what the function needs
 MOST_SECONDS = 10**7  # four months; C++ counts in ns
+PRELOADED = ["llmlab.ranks.preload"]
 LAST_WORDS = 1.0  # seconds after a failure in which the others may fail too: it shows who was first
 
 
@@ -62,11 +64,10 @@ def launch(
     """
     work = _checked(function, ranks, arguments, patience, limit)
     _open_standard_files()
-    context = get_context("spawn")  # fork would copy torch's locks, locked or not
     with TemporaryDirectory(prefix="llmlab-ranks-") as name:
         folder = Path(name)
         processes = [
-            context.Process(target=_rank, args=(work, rank, ranks, name, patience), name=f"rank {rank}")
+            new_process(_rank, (work, rank, ranks, name, patience), f"rank {rank}")
             for rank in range(ranks)
         ]
         try:
@@ -76,6 +77,18 @@ def launch(
             return [json.loads(_file(folder, rank, "result").read_text("utf-8")) for rank in range(ranks)]
         finally:
             _end(processes)
+
+
+def new_process(target: Callable[..., None], arguments: tuple, name: str) -> BaseProcess:
+    """Return a process, not yet started, that runs `target(*arguments)` in this process's environment.
+
+    On Linux it is forked from a server that has imported torch; macOS's libraries do not survive a fork. A fork of
+    this process would copy torch's locks, locked or not.
+    """
+    context: Any = get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        context.set_forkserver_preload(PRELOADED)
+    return context.Process(target=_run, args=(dict(os.environ), target, *arguments), name=name)
 
 
 def check_world(model: ModelLike, run: Training, ranks: int) -> None:
@@ -133,6 +146,13 @@ def _file(folder: str | Path, rank: int, kind: str) -> Path:
 
 
 # ---- in each rank
+
+
+def _run(environment: dict[str, str], target: Callable[..., None], *arguments: Any) -> None:
+    os.environ.clear()  # the server's is of the first launch
+    os.environ.update(environment)
+    gc.freeze()  # what was imported is no garbage, and its memory stays the server's
+    target(*arguments)
 
 
 def _rank(work: bytes, rank: int, ranks: int, folder: str, patience: float) -> None:
@@ -256,10 +276,11 @@ def _raise_first(processes: Sequence[BaseProcess], folder: Path) -> None:
 
 
 def _end_of(path: Path, most: int) -> str:
-    """Return the last bytes of a file of any size, as text."""
+    """Return the last characters of a file of any size, without faulthandler's list of extension modules."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - most))
-        return file.read(most).decode(errors="replace")
+        file.seek(max(0, path.stat().st_size - 4 * most))
+        lines = file.read(4 * most).decode(errors="replace").splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("Extension modules: "))[-most:]
 
 
 def _hanging(late: list[int], processes: Sequence[BaseProcess], folder: Path) -> tuple[int, str]:

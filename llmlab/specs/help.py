@@ -11,10 +11,10 @@ HELP = {
     "accumulation": "Micro-batches per optimizer step.",
     "quantization": "Dtype of the frozen base weights; needs --lora.",
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
-    "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. all: every "
-    "frozen layer, as when a model is loaded in bf16 and trained with the Trainer's bf16=True. embeddings: the "
-    "embedding and the head of a quantized model. All other unquantized layers are in fp32, as after peft's "
-    "prepare_model_for_kbit_training.",
+    "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. Without "
+    "this option, every unquantized layer is in fp32, as after peft's prepare_model_for_kbit_training. embeddings: the "
+    "embedding and the head of a quantized model stay in 16 bits. all: every frozen layer stays so, as when it is "
+    "loaded in bf16 and trained with the Trainer's bf16=True.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
@@ -44,7 +44,7 @@ HELP = {
     "reference": "Where the reference scores of dpo, kto, ppo and grpo come from: kept = a second model in GPU memory; "
     "offloaded = a second model in host memory, on the GPU only while it computes; precomputed = computed before "
     "training; adapter = the model with its adapter switched off.",
-    "teacher": "Model to distill from, named like MODEL; default: a model as large as MODEL.",
+    "teacher": "Model to distill from, a name or a path as for MODEL; default: a model as large as MODEL.",
     "completion_len": "Tokens to generate; included in --seq-len. Required by ppo and grpo.",
     "mean_completion_len": "Mean tokens of a completion in ppo and grpo; --completion-len is then the maximum. "
     "Default: all completions have --completion-len tokens.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from math import prod
 from typing import Any
 
@@ -12,8 +12,10 @@ from ..base.tables import Table
 from ..base.units import show_bytes
 from ..specs.model import ModelSpec
 from ..specs.run import Training
-from .trace import Term, Trace
+from .polynomials import Monomial, Polynomial
+from .trace import Trace
 
+STATES = {"weights", "gradients", "optimizer"}  # parts whose tensors do not depend on B and T
 SHOWN = 24  # rows of the printed table; one more row sums the rest
 FACTORS = 64  # the largest factor, bytes of an element included, before the sizes of a model
 # The names of a model's sizes in formulas, in order of preference, with their LaTeX.
@@ -96,7 +98,12 @@ def explained(spec: ModelSpec, run: Training, trace: Trace) -> Explanation:
         term, count = trace.terms[number], base + trace.groups * per_group
         if not count:
             continue
-        plain, latex = _written(term, sizes, elements)
+        formula = term.formula
+        if trace.fixed and term.part not in STATES:
+            fixed = (batch if trace.fixed == 2 else 1, tokens)
+            grows = term.part in {"activations", "logits"} and "autocast" not in run.precision  # or a copy of a weight
+            formula = tuple(_with_powers(monomial, fixed, grows, sizes, elements) for monomial in formula)
+        plain, latex = _written(formula, sizes, elements)
         key = term.part, term.module or "(the step)", term.operator, plain, latex
         tensors, size = rows.get(key, (0, 0))
         rows[key] = tensors + count, size + count * term.bytes(batch, tokens)
@@ -128,13 +135,38 @@ def _element_bytes(run: Training) -> set[int]:
     return {"fp32": {4}, "fp16": {2}, "bf16": {2}}.get(run.precision, {2, 4})
 
 
-def _written(term: Term, sizes: Mapping[str, int], elements: Set[int]) -> tuple[str, str]:
+def _with_powers(
+    monomial: Monomial, fixed: tuple[int, int], grows: bool, sizes: Mapping[str, int], elements: Set[int]
+) -> Monomial:
+    """Return `monomial` with the powers of B and T, the sizes `fixed`, which its trace could not vary. GPT-2, for
+    example, allows no more than 1,024 tokens.
+
+    The factor then contains these sizes. The likeliest powers are those that leave the bytes of an element, or of a
+    mask, times the fewest sizes; if there are none, the lowest power of T. A tensor that `grows`, or that grows with B,
+    also grows with T.
+    """
+    choices: list[tuple[bool, int, int, Monomial]] = []
+    for more, tokens in product((0, 1) if fixed[0] > 1 else (0,), range(3)):
+        factor, batch = monomial.factor / fixed[0] ** more / fixed[1] ** tokens, monomial.batch + more
+        if factor == int(factor) and (tokens or not (batch or grows)):
+            words, _ = _factored(factor, _known(sizes, tokens), elements)
+            simple = words[0] in {"1", *map(str, elements)}
+            rank = (len(words) + more + tokens, -more - tokens) if simple else (tokens, -more)
+            choices.append((not simple, *rank, Monomial(factor, batch, tokens)))
+    return min(choices)[-1] if choices else monomial
+
+
+def _known(sizes: Mapping[str, int], tokens: int) -> Mapping[str, int]:
+    """Return the sizes that may be factors of a tensor with T to the power of `tokens`: tensors with S² are scores, and
+    their factor is the number of heads, although the head size may divide it too."""
+    return {"heads": sizes["heads"]} if tokens == 2 and "heads" in sizes else sizes
+
+
+def _written(formula: Polynomial, sizes: Mapping[str, int], elements: Set[int]) -> tuple[str, str]:
     """Return the formula of one tensor, as plain text and as LaTeX."""
     plain, latex = [], []
-    for factor, batch, tokens in term.formula:
-        # Tensors with S² are scores, and their factor is the number of heads, although the head size may divide it too.
-        known = {"heads": sizes["heads"]} if tokens == 2 and "heads" in sizes else sizes
-        words, symbols = _factored(factor, known, elements)
+    for factor, batch, tokens in formula:
+        words, symbols = _factored(factor, _known(sizes, tokens), elements)
         plain.append(" · ".join([*words, *_power("S", tokens, "²"), *_power("B", batch, "²")]))
         latex.append(" ".join([*symbols, *_power("S", tokens, "^2"), *_power("B", batch, "^2")]))
     return " + ".join(plain), " + ".join(latex)

@@ -288,7 +288,16 @@ print(lab.plan({TINY!r}, "2xA100-80GB", 16, fixed={FIXED!r}).best.unconfirmed)
     assert done.stdout == "once\nasked elsewhere\n", done.stderr
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT as in a terminal: a shell without job control starts `make test &` with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="threads block no signals there")
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_waits_until_every_process_has_started():
     """Also one that another thread takes, as that of the progress bar: half started, a process is nobody's to end."""
 
@@ -306,6 +315,7 @@ def test_ctrl_c_waits_until_every_process_has_started():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_in_a_terminal_ends_what_is_simulated(tmp_path):
     """As a shell sends it, to every process of the group; these simulations never end by themselves."""
     (tmp_path / "endless.py").write_text("import threading\ndef simulated(*_):\n    threading.Event().wait()\n")

@@ -24,6 +24,7 @@ from llmlab.cli.main import cli
 from llmlab.course.experiments.engines import quiet_deepspeed
 from llmlab.engines.torchtitan import torchtitan_config
 from llmlab.engines.tuners import axolotl_config, llama_factory_config, megatron_arguments
+from llmlab.ranks.launch import new_process
 
 TINY = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -406,7 +407,7 @@ def train(folder, said, before=int, name="0.log", words=()):
 
 
 @pytest.fixture
-def started(forked_ranks):
+def started():
     """A function that writes the files of `run`, has train.py take two steps, and returns what its first rank printed.
 
     The ranks are told what torchrun tells them, which test_the_launch_line_starts_plain_pytorch_with_muon runs itself.
@@ -422,7 +423,7 @@ def started(forked_ranks):
         ranks = []
         for rank in range(run.dp):
             place = {name: str(value) for name, value in {**said, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            ranks.append(forked_ranks.Process(train, (folder, place, before, f"{rank}.log"), f"rank {rank}"))
+            ranks.append(new_process(train, (folder, place, before, f"{rank}.log"), f"rank {rank}"))
             ranks[-1].start()
         for rank in ranks:
             rank.join()
@@ -558,7 +559,7 @@ def train_in_turn(folders, words):
         train(folder, {"CUDA_VISIBLE_DEVICES": ""}, words=words)
 
 
-def test_trl_trains_adapters_on_quantized_weights(tmp_path, forked_ranks):
+def test_trl_trains_adapters_on_quantized_weights(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed")
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
@@ -571,7 +572,7 @@ def test_trl_trains_adapters_on_quantized_weights(tmp_path, forked_ranks):
     folders = [tmp_path / quantization for quantization in ("nf4", "int8")]
     for folder in folders:
         written(folder, replace(run, quantization=folder.name))
-    process = forked_ranks.Process(train_in_turn, (folders, ["--model", str(tmp_path / "base")]), "TRL")
+    process = new_process(train_in_turn, (folders, ["--model", str(tmp_path / "base")]), "TRL")
     process.start()
     process.join()
     for folder in folders:

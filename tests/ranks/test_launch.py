@@ -19,12 +19,6 @@ from llmlab.ranks import launch as module
 from llmlab.ranks.launch import RankFailed, check_world, launch
 from llmlab.specs.run import Training
 
-
-@pytest.fixture(scope="module")
-def forked_ranks():
-    """Here ranks start as they do outside of tests."""
-
-
 GONE = 30  # seconds after which a process that should be gone is not; it is not what the test waits
 
 
@@ -277,7 +271,7 @@ def test_a_launch_that_takes_longer_than_its_limit_ends():
     ],
 )
 def test_what_cannot_run_is_refused_before_a_process_starts(arguments, keywords, named, monkeypatch):
-    monkeypatch.setattr(module, "get_context", None)  # whoever gets here raises TypeError
+    monkeypatch.setattr(module, "new_process", None)  # whoever gets here raises TypeError
     with pytest.raises(SpecError, match=named):
         launch(*arguments, **keywords)
 
@@ -287,7 +281,7 @@ def test_a_function_of_a_notebook_is_refused(monkeypatch):
         return 1
 
     of_a_cell.__module__, of_a_cell.__qualname__ = "__main__", "of_a_cell"
-    monkeypatch.setattr(module, "get_context", None)
+    monkeypatch.setattr(module, "new_process", None)
     monkeypatch.setattr(sys.modules["__main__"], "of_a_cell", of_a_cell, raising=False)
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(SpecError, match="put it in a file"):
@@ -295,7 +289,7 @@ def test_a_function_of_a_notebook_is_refused(monkeypatch):
 
 
 def test_ranks_do_not_launch_ranks(monkeypatch):
-    monkeypatch.setattr(module, "get_context", None)
+    monkeypatch.setattr(module, "new_process", None)
     monkeypatch.setenv("RANK", "3")
     for world in ("4", "four"):
         monkeypatch.setenv("WORLD_SIZE", world)

@@ -24,6 +24,7 @@ from llmlab.simulation.allocator.config import AllocatorConfig, round_size
         ("max_non_split_rounding_mb:64", AllocatorConfig(max_non_split_rounding=64 * MiB)),
         ("per_process_memory_fraction:0.5", AllocatorConfig(per_process_memory_fraction=0.5)),
         ("pinned_use_background_threads:True,release_lock_on_cudamalloc:True", AllocatorConfig()),
+        ("pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:512", AllocatorConfig()),
     ],
 )
 def test_what_the_variable_says_is_what_the_config_has(text, config):

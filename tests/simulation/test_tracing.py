@@ -177,6 +177,20 @@ def test_sizes_that_are_multiples_of_one_another_are_told_apart_by_the_bytes_of_
     assert formulas == {"4 · hidden · intermediate"}
 
 
+@pytest.mark.parametrize(("sequences", "precision"), [(4, "autocast-fp16"), (2, "fp32"), (1, "fp32")])
+def test_as_many_tokens_as_positions_are_still_named_in_the_formulas(sequences, precision):
+    """GPT-2 has 1,024 learned positions, so no longer text shows which factor of 1,024 is S. Four tensors of logits."""
+    run = lab.Training(sequences, 1024, precision=precision)
+    config = {**lab.model("gpt2").config, "n_layer": 3}
+    terms = lab.explain(config, run, "T4").terms
+    batch = " · B" if sequences > 1 else ""
+    logits = {term.formula for term in terms if term.part == "logits"}
+    assert logits == {f"{size} · vocab · S{batch}" for size in ((2, 4) if "autocast" in precision else (4,))}
+    matmuls = [term.formula for term in terms if term.operator == "addmm" and term.part == "activations"]
+    assert matmuls and all(formula.endswith(f" · S{batch}") for formula in matmuls)
+    assert "4 · hidden · intermediate" in {term.formula for term in terms if term.part == "optimizer"}
+
+
 def test_what_has_no_formula_is_said():
     with pytest.raises(lab.NotAvailable, match="pp"):
         lab.explain(OLMO, lab.Training(pp=2, precision="bf16"), "A100-80GB")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ...data import windows
 
@@ -91,3 +92,12 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.ids[: len(self.ids) // self.seq_len * self.seq_len].view(-1, self.seq_len)
+
+
+class SharedStream(Stream):
+    """A stream that the workers of a DataLoader divide among themselves."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        n, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        return islice(super().__iter__(), n, None, workers)  # every `workers`-th text from n on

@@ -113,7 +113,7 @@ def resume(progress: Progress, checkpoint: Path, leave_out: tuple[str, ...] = ()
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     if sum(name.startswith("generators.") for name in saved) != progress.ranks:
         leave_out += ("generators",)
-    for part in leave_out:
+    for part in {*leave_out}:
         del state[part]
     dcp.load(state, checkpoint_id=checkpoint)
     progress.load(state)

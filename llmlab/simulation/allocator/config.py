@@ -31,6 +31,8 @@ WITHOUT_EFFECT = (
     "pinned_num_register_threads",
     "pinned_reserve_segment_size_mb",
     "pinned_free_catch_all",
+    "pinned_max_round_threshold_mb",
+    "pinned_max_cached_size_mb",
     "graph_capture_record_stream_reuse",
 )
 

@@ -175,7 +175,7 @@ def test_on_more_ranks_than_saved(one, two):
 
 def test_on_fewer_ranks_than_saved(two, folder):
     forget(folder / "two")
-    losses = alone(Saving(str(folder / "two")), dropout=0.0)
+    losses = alone(Saving(str(folder / "two")), dropout=0.0, leave_out=("generators",))  # as resume itself
     assert losses[:4] == two["without dropout"][:4]
     assert losses == pytest.approx(two["without dropout"], abs=1e-5)
 

@@ -8,6 +8,7 @@ from llmlab.course.architectures.gpt import GPT
 from llmlab.course.architectures.llama import RMSNorm
 from llmlab.course.techniques.gpt_mistakes import (
     BatchNorm,
+    SharedStream,
     Stream,
     Windows,
     attend_over_heads,
@@ -77,3 +78,9 @@ def test_workers_give_the_same_windows_and_repeat_a_stream():
     assert one == two
     stream = Stream(text, seq_len=8)
     assert [len(list(DataLoader(stream, None, num_workers=n))) for n in (0, 2)] == [12, 24]
+
+
+def test_workers_divide_a_shared_stream_also_if_they_are_not_forked():
+    stream = SharedStream(torch.arange(100), seq_len=8)
+    for options in ({}, {"num_workers": 2}, {"num_workers": 2, "multiprocessing_context": "spawn"}):
+        assert sorted(int(text[0]) for text in DataLoader(stream, None, **options)) == list(range(0, 96, 8)), options
