@@ -179,6 +179,7 @@ scripts: env ## other people's scripts under `llmlab run`: CLONES=their reposito
 	$(BIN)/python -m benchmarks.scripts.standins --clones $(CLONES) --work $(WORK)
 	CLONES=$(CLONES) WORK=$(WORK) $(BIN)/python -m benchmarks.scripts.scripts --out benchmarks/results
 	PEFT=$(CLONES)/peft WORK=$(WORK) $(BIN)/python -m benchmarks.scripts.peft_methods --out benchmarks/results
+	CLONES=$(CLONES) WORK=$(WORK) $(BIN)/python -m benchmarks.scripts.published_runs --out benchmarks/results
 
 records: env ## measure on this GPU what the chapters ask for, and write records
 	$(BIN)/llmlab record

@@ -23,8 +23,6 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
 
-import address  # noqa: E402
-import colab_drift  # noqa: E402
 import figures  # noqa: E402
 import release  # noqa: E402
 import stamp  # noqa: E402
@@ -196,25 +194,6 @@ def test_a_chapters_colab_line_adds_what_its_code_imports(page):
         assert (requirement.name, requirement.url) == (usual.name, usual.url)
 
 
-def test_drift_names_the_package_that_pip_would_replace(tmp_path, capsys):
-    listing = tmp_path / "pip-freeze.txt"
-    new = "click==8.2.1\nmatplotlib==3.10.0\nnumpy==2.0.2\nrich==13.9.4\ntokenizers==0.22.1\ntransformers==5.1.0\n"
-    listing.write_text(new + "torch==2.9.0+cu126\nen-core-web-sm @ https://example.org/model.whl\n")
-    assert colab_drift.main([str(listing)]) == 0
-    listing.write_text(new + "torch==2.5.1+cu121\n")
-    assert colab_drift.main([str(listing)]) == 1
-    out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines() if line.endswith("REPLACED")] == ["torch"]
-    assert "platformdirs" in out  # not in the listing: said, and no reason to fail
-
-
-def test_drift_refuses_a_listing_that_is_not_colabs(tmp_path, capsys):
-    listing = tmp_path / "page.html"
-    listing.write_text("<html>not found</html>")
-    assert colab_drift.main([str(listing)]) == 2
-    assert "not a listing" in capsys.readouterr().err
-
-
 # ---- what is out of date
 
 
@@ -262,15 +241,6 @@ def test_one_address_everywhere():
         assert set(re.findall(pattern, read(name))) == {home.removeprefix("https://github.com/")}, name
     opened = re.findall(r"colab.research.google.com/github/([\w-]+/[\w-]+)/", read("README.md"))
     assert set(opened) <= {home.removeprefix("https://github.com/")}
-
-
-def test_a_move_changes_the_address_and_nothing_like_it():
-    old, new = address.home(), "https://github.com/someone/course"
-    text = f"{old}.git, {old}/blob, {old}-old, https://github.com/another/{old.rpartition('/')[2]}"
-    rest = text.partition(f"{old}-old")[2]
-    assert address.moved(text, old, new) == f"{new}.git, {new}/blob, {old}-old{rest}"
-    with pytest.raises(ValueError, match="is not https"):
-        address.parts("example.org/a")
 
 
 def test_versions_agree():

@@ -13,6 +13,9 @@ LONGEST tokens, padded, and nine of SHORT tokens. Step 11 begins again with the 
 is chosen: with it, LoRA of rank 32 reserves what was published, and all other rows follow. After a step, the logits of
 the last batch are still allocated, so its length matters there as well: the table has the difference between a method
 and LoRA of rank 32, in which the length cancels out.
+
+All but one of the results were made with PEFT's commit d787f51. With --code, a checkout of it, its package and script
+run in place of the installed package, for NAMES alone; the table marks these rows.
 """
 
 from __future__ import annotations
@@ -92,9 +95,9 @@ def stand_ins(work: Path) -> dict[str, Path]:
     return files
 
 
-def simulated(folder: Path, experiment: str, work: Path, files: dict[str, Path]) -> dict[str, Any]:
-    """Run the script for one experiment. Return its largest reserved memory, the memory after a step as the script
-    prints it, and its trainable parameters; or the error that it ended with."""
+def simulated(folder: Path, experiment: str, work: Path, files: dict[str, Path], code: Path | None) -> dict[str, Any]:
+    """Run the script for one experiment, with the package of a checkout or the installed one. Return its largest
+    reserved memory, the memory after a step as the script prints it, and its trainable parameters; or its error."""
     short = folder / "experiments" / f"{experiment}__short"
     shutil.rmtree(short, ignore_errors=True)
     shutil.copytree(folder / "experiments" / experiment, short)
@@ -104,7 +107,9 @@ def simulated(folder: Path, experiment: str, work: Path, files: dict[str, Path])
     settings.write_text(json.dumps({**own, "max_steps": STEPS, "eval_steps": STEPS, "generation_kwargs": generation}))
     data = [word for name, file in files.items() for word in ("--data", f"{name}={file}")]
     words = [sys.executable, "-m", "llmlab", "run", "--gpu", "L40S", "--assume", "1.5", "--json", *data, "run.py", "-v"]
-    environment = {**os.environ, "HF_HOME": str(work / "huggingface"), "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(code / "src") if code else None)))
+    environment = {**os.environ, "HF_HOME": str(work / "huggingface"), "TOKENIZERS_PARALLELISM": "false",
+                   "PYTHONPATH": path}  # fmt: skip
     ran = subprocess.run([*words, f"experiments/{experiment}__short"], cwd=folder, env=environment, timeout=LIMIT,
                          capture_output=True, text=True, check=False)  # fmt: skip
     shutil.rmtree(short)
@@ -115,7 +120,7 @@ def simulated(folder: Path, experiment: str, work: Path, files: dict[str, Path])
         return {"error": errors[0] if errors else ran.stderr.strip().splitlines()[-1]}
     report = json.loads(ran.stdout)
     return {"reserved": report["peak_reserved"], "after": int(after[1]), "trained": int(trained[1].replace(",", "")),
-            "outcome": report["outcome"]}  # fmt: skip
+            "outcome": report["outcome"], "own": code is not None}  # fmt: skip
 
 
 def published(file: Path) -> dict[str, Any]:
@@ -138,7 +143,8 @@ def report(rows: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
         if name != REFERENCE:
             off.append(abs(error))
             apart.append(abs(made_more - known_more))
-        lines.append([name.replace("--llama-3.2-3B", ""), f"{made['trained']:,}", f"{known['reserved'] / GiB:.2f}",
+        shown = name.replace("--llama-3.2-3B", "") + (r" \*" if made.get("own") else "")
+        lines.append([shown, f"{made['trained']:,}", f"{known['reserved'] / GiB:.2f}",
                       f"{made['reserved'] / GiB:.2f}", f"{error:+.1%}", f"{known_more:+,.0f}",
                       f"{made_more:+,.0f}"])  # fmt: skip
     header = ["method", "trained parameters", "reserved, published, GiB", "simulated, GiB", "off",
@@ -150,6 +156,8 @@ def report(rows: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
         f"the median and by {max(apart):,.0f} MiB at most.", "",
         *titled_table("PEFT's methods for Llama-3.2-3B on an L40S", header, lines),
     ]  # fmt: skip
+    if any(made.get("own") for _, made in ran.values()):
+        text += [r"\* with PEFT's commit d787f51, which made the published results", ""]
     failed = [[name, made["error"][:200]] for name, (_, made) in rows.items() if "error" in made]
     if failed:
         text += titled_table("Methods that were not simulated", ["method", "message"], failed, words=True)
@@ -161,17 +169,22 @@ def report(rows: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
 @click.option("--work", envvar="WORK", type=click.Path(path_type=Path, file_okay=False), required=True)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--jobs", type=int, default=1, help="methods that are simulated at a time")
-def main(clone: Path, work: Path, out: Path | None, jobs: int) -> None:
-    """Run the methods that are not in --work yet, and write the table."""
+@click.option("--code", type=click.Path(path_type=Path, exists=True, file_okay=False), help="a checkout that runs")
+@click.argument("names", nargs=-1)
+def main(clone: Path, work: Path, out: Path | None, jobs: int, code: Path | None, names: tuple[str, ...]) -> None:
+    """Run NAMES, else the methods that are not in --work yet, and write the table."""
     work.mkdir(parents=True, exist_ok=True)
-    folder, kept = work / "MetaMathQA", work / "peft_methods.json"
-    shutil.copytree(clone / "method_comparison" / "MetaMathQA", folder, dirs_exist_ok=True)
+    folder, kept = work / ("code" if code else "MetaMathQA"), work / "peft_methods.json"
+    shutil.copytree((code or clone) / "method_comparison" / "MetaMathQA", folder, dirs_exist_ok=True)
     files = stand_ins(work.resolve())
     done: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     published_files = sorted((clone / "method_comparison" / "MetaMathQA" / "results").glob("*--llama-3.2-3B-*.json"))
-    missing = [file.stem for file in published_files if file.stem not in done]
+    missing = names or [file.stem for file in published_files if file.stem not in done]
+    code = code and code.resolve()
     with ThreadPoolExecutor(jobs) as threads:
-        runs = threads.map(lambda name: simulated(folder, name.replace("--", "/", 1), work.resolve(), files), missing)
+        runs = threads.map(
+            lambda name: simulated(folder, name.replace("--", "/", 1), work.resolve(), files, code), missing
+        )
         for name, made in zip(missing, runs, strict=True):
             done[name] = made
             kept.write_text(json.dumps(done, indent=1))

@@ -47,6 +47,13 @@ QWEN2 = {
     "tie_word_embeddings": True, "torch_dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
 QWEN2_1B = {**QWEN2, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+QWEN2_3B = {
+    **QWEN2, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+}  # fmt: skip
+QWEN2_7B = {
+    **QWEN2, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
 ROBERTA = {
     "model_type": "roberta", "vocab_size": 50265, "hidden_size": 1024, "num_hidden_layers": 24,
     "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514, "type_vocab_size": 1,
@@ -103,13 +110,15 @@ MODELS = {
     "openai-community/gpt2": GPT2, "gpt2": GPT2, "gpt2-xl": GPT2_XL,
     "facebook/opt-350m": OPT_350M, "facebook/opt-6.7b": OPT_6B,
     "Qwen/Qwen2-0.5B": QWEN2, "Qwen/Qwen2-0.5B-Instruct": QWEN2, "Qwen/Qwen2.5-0.5B": QWEN2,
-    "Qwen/Qwen2.5-1.5B-Instruct": QWEN2_1B,
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN2_1B, "Qwen/Qwen2.5-3B-Instruct": QWEN2_3B,
+    "Qwen/Qwen2.5-7B-Instruct": QWEN2_7B, "sshleifer/tiny-gpt2": {**GPT2, "n_embd": 2, "n_layer": 2, "n_head": 2},
     "google-bert/bert-base-cased": BERT, "bert-base-cased": BERT,
     "FacebookAI/roberta-large": ROBERTA, "roberta-large": ROBERTA,
     "answerdotai/ModernBERT-base": MODERNBERT, "distilbert-base-uncased": {"model_type": "distilbert"},
     "huggyllama/llama-7b": LLAMA_7B, "meta-llama/Llama-2-7b-hf": LLAMA_7B, "google-t5/t5-base": T5_BASE,
     "t5-base": T5_BASE,
-    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2_360M, "Qwen/Qwen2-1.5B-Instruct": QWEN2_1B,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2_360M, "HuggingFaceTB/SmolLM-360M-Instruct": SMOLLM2_360M,
+    "Qwen/Qwen2-1.5B-Instruct": QWEN2_1B,
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN2, "trl-lib/qwen1.5-1.8b-sft": QWEN15_2B, "bert-base-uncased": BERT,
     "EleutherAI/pythia-1b-deduped": PYTHIA_1B, "trl-lib/pythia-1b-deduped-tldr-sft": PYTHIA_1B,
     "trl-lib/pythia-1b-deduped-tldr-rm": PYTHIA_1B, "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": PYTHIA_1B,
@@ -138,7 +147,7 @@ class StandIns:
         self.stable_diffusion()
         beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.torchao, self.lightning, self.deepspeed)
         for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm, self.trl, self.trl_rows, self.seeing,
-                     self.newer):
+                     self.seen, self.newer):
             try:
                 part()
             except (FileNotFoundError, ImportError) as missing:
@@ -218,6 +227,7 @@ class StandIns:
             "alpaca": [
                 {"instruction": p(i)[:200], "input": "", "output": p(i + 1)[:300], "text": p(i)} for i in numbers
             ],
+            "alpaca_long": [{"instruction": p(i), "input": "", "output": self.text[:4000]} for i in range(4 * ROWS)],
             "quotes": [{"quote": p(i), "author": "-", "tags": ["a"]} for i in numbers],
             "reward": [
                 {"prompt": "Human: " + p(i), "response": p(i + 1), "chosen": p(i + 1), "rejected": p(i + 2)}
@@ -380,24 +390,8 @@ class StandIns:
         (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(number) for number in range(10)]}))
 
     def litgpt(self) -> None:
-        """A checkpoint folder of litgpt, whose tensors are one number each, spread out."""
-        from dataclasses import asdict
-
-        import yaml
-        from litgpt.config import Config
-        from litgpt.model import GPT
-
-        folder = self.data / "litgpt/EleutherAI/pythia-160m"
-        folder.mkdir(parents=True, exist_ok=True)
-        config = Config.from_name("pythia-160m")
-        (folder / "model_config.yaml").write_text(yaml.dump(asdict(config)))
-        with torch.device("meta"):
-            model = GPT(config).to(torch.bfloat16)
-        state = {
-            name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in model.state_dict().items()
-        }
-        torch.save(state, folder / "lit_model.pth")
-        shutil.copytree(self.work / "tokenizer", folder, dirs_exist_ok=True)
+        """A checkpoint folder of litgpt."""
+        litgpt_checkpoint(self.data / "litgpt/EleutherAI/pythia-160m", self.work / "tokenizer")
 
     def nanochat(self) -> None:
         """nanochat's tokenizer and shards of text."""
@@ -527,8 +521,7 @@ class StandIns:
         Dataset.from_list(sets["gsm8k"]).to_parquet(str(self.data / "gsm8k.parquet"))
 
     def seeing(self) -> None:
-        """Models that see, with their processors, and rows with pictures."""
-        from datasets import Dataset, Features, Image, List, Value
+        """Models that see, with their processors."""
         from transformers import (
             CLIPImageProcessor,
             Gemma3ImageProcessor,
@@ -587,6 +580,10 @@ class StandIns:
             config["text_config"]["num_hidden_layers"] = config["vision_config"]["num_hidden_layers"] = FEW
             looks = Gemma3ImageProcessor(size={"height": 896, "width": 896})
             save(name, config, Gemma3Processor(looks, says, says.chat_template))
+
+    def seen(self) -> None:
+        """Rows with pictures, for models that see."""
+        from datasets import Dataset, Features, Image, List, Value
 
         def turn(role: str, *parts: dict[str, str]) -> dict[str, Any]:
             return {"role": role, "content": list(parts)}
@@ -766,6 +763,23 @@ class StandIns:
         settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": "<|startoftext|>",
                     "eos_token": END, "unk_token": END, "pad_token": END}  # fmt: skip
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def litgpt_checkpoint(folder: Path, tokenizer: Path) -> None:
+    """Make a checkpoint folder of litgpt, named as the model is, whose tensors are one number each, spread out."""
+    from dataclasses import asdict
+
+    import yaml
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    config = Config.from_name(folder.name)
+    (folder / "model_config.yaml").write_text(yaml.dump(asdict(config)))
+    with torch.device("meta"):
+        model = GPT(config).to(torch.bfloat16)
+    state = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in model.state_dict().items()}
+    torch.save(state, folder / "lit_model.pth")
 
 
 def without_values(state: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -65,18 +65,11 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         """
         name, count = _gpus(gpu)
         options = {key: value for key, value in given.items() if value is not None}
-        stages = max(1, options.get("pp", 1))
-        if "tp" not in options and count % stages:
-            raise SpecError(f"--pp {stages} does not divide the {count} GPUs of --gpu; give a divisor, or --tp as well")
-        service = Service(**{"tp": count // stages, **options})
+        service = _service(options, count)
         if plot and not frontier:
             raise SpecError(f"--plot {plot} draws the points of --frontier; give --frontier as well")
         answers = {"--slo": slo is not None, "--frontier": frontier, "--users": users is not None, "--launch": launch}
-        asked = [flag for flag, given_one in answers.items() if given_one]
-        if len(asked) > 1:
-            raise SpecError(f"{' and '.join(asked)} ask for different answers; give one of them")
-        if both := [name for flag in asked for name in TRIED.get(flag, ()) if name in options]:
-            raise SpecError(f"{asked[0]} tries values of {both[0]}={options[both[0]]}; leave out one of them")
+        _check_answers([flag for flag, asked in answers.items() if asked], options)
         if slo is not None and count > 1:
             raise SpecError(f"--slo finds the number of GPUs, and --gpu {gpu} gives one; give --gpu {name}")
         if slo is not None:
@@ -87,25 +80,9 @@ def add_serve(group: click.Group, show: Callable[[Table | Tabular | str], None])
         if users is not None:
             return _room(show, model, service, name, users, as_json)
         if launch:
-            from ..serving.launch import launch_line
-            from ..serving.report import possible
-
-            possible(find_model(model), service, find_gpu(name))
-            line = launch_line(find_model(model).name, service)
-            show(_dump({"command": line}) if as_json else line)
-            return 0
-        if frontier:
-            from ..serving.sizing import frontier as points_of
-            from ..serving.sizing import frontier_table
-
-            points = points_of(find_model(model), service, find_gpu(name))
-            if points and plot:
-                from ..plots.frontier import plot_frontier
-
-                plot_frontier({f"{service.gpus} × {find_gpu(name).name}": points}).savefig(plot)
-            if points or as_json:
-                show(_dump([asdict(point) for point in points]) if as_json else frontier_table(points))
-                return 0 if points else 1
+            return _launched(show, model, service, name, as_json)
+        if frontier and (code := _frontier(show, model, service, name, plot, as_json)) is not None:
+            return code
         report = verbs.serve(model, service, name)
         show(_dump(report.to_dict()) if as_json else _text(report))
         return 0 if report.outcome == "fits" else 1
@@ -134,6 +111,49 @@ def _gpus(text: str | None) -> tuple[str | None, int]:
         return None, 1
     match = re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", text)
     return (match[2], int(match[1])) if match else (text, 1)
+
+
+def _check_answers(asked: list[str], options: dict[str, Any]) -> None:
+    """Raise SpecError for two answers that are `asked` for, and for an option whose value the answer finds."""
+    if len(asked) > 1:
+        raise SpecError(f"{' and '.join(asked)} ask for different answers; give one of them")
+    if both := [name for flag in asked for name in TRIED.get(flag, ()) if name in options]:
+        raise SpecError(f"{asked[0]} tries values of {both[0]}={options[both[0]]}; leave out one of them")
+
+
+def _service(options: dict[str, Any], count: int) -> Service:
+    """Return the service of `options` on `count` GPUs, which serve one copy of the model unless `tp` says otherwise."""
+    stages = max(1, options.get("pp", 1))
+    if "tp" not in options and count % stages:
+        raise SpecError(f"--pp {stages} does not divide the {count} GPUs of --gpu; give a divisor, or --tp as well")
+    return Service(**{"tp": count // stages, **options})
+
+
+def _launched(show: Callable, model: str, service: Service, gpu: str, as_json: bool) -> int:
+    from ..serving.launch import launch_line
+    from ..serving.report import possible
+
+    possible(find_model(model), service, find_gpu(gpu))
+    line = launch_line(find_model(model).name, service)
+    show(_dump({"command": line}) if as_json else line)
+    return 0
+
+
+def _frontier(
+    show: Callable, model: str, service: Service, gpu: str, plot: str | None, as_json: bool
+) -> int | None:
+    """Show the frontier and return the exit code, or None if there is no point to show."""
+    from ..serving.sizing import frontier, frontier_table
+
+    points = frontier(find_model(model), service, find_gpu(gpu))
+    if points and plot:
+        from ..plots.frontier import plot_frontier
+
+        plot_frontier({f"{service.gpus} × {find_gpu(gpu).name}": points}).savefig(plot)
+    if not points and not as_json:
+        return None
+    show(_dump([asdict(point) for point in points]) if as_json else frontier_table(points))
+    return 0 if points else 1
 
 
 def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as_json: bool) -> int:

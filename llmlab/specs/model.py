@@ -107,14 +107,6 @@ class ModelSpec(Sizes):
         return self.parameters - experts + (experts // self.experts * self.experts_per_token if self.experts else 0)
 
     @property
-    def router_bias(self) -> int:
-        """Elements of DeepSeek-V3's expert-selection bias (arXiv 2412.19437, section 2.1.2), a buffer, no parameter.
-
-        The published total counts it: 671 026 419 200 is `parameters` + 58 layers × 256.
-        """
-        return self.moe_layers * self.experts if self.family == "deepseek_v3" else 0
-
-    @property
     def kv_elements_per_token(self) -> int:
         """Elements of the KV cache per token, summed over all layers: a key and a value for each kv head, or the latent
         and the rotary key of MLA (arXiv 2405.04434, section 2.1.3). Multiply by the bytes of the cache's dtype."""

@@ -17,7 +17,6 @@ from benchmarks.agreement import cpu_grid
 from benchmarks.memory import configurations, held_out, loading, peers
 from benchmarks.memory.load_orders import Peaks
 from benchmarks.memory.questions import TOOLS, Tool, installed
-from benchmarks.memory.questions.mem_tracker import mem_tracker_peak
 from benchmarks.speed import speed
 from llmlab.base.units import MiB
 from llmlab.specs.run import CHECKPOINTING
@@ -98,25 +97,6 @@ def test_each_tool_answers_in_bytes_or_is_not_installed(tool):
         assert answer == [None]
     else:
         assert 50 * 2**20 < answer[0] < 64 * 2**30  # 135M parameters in 4 bits, and less than any GPU
-
-
-def test_mem_tracker_holds_the_tensors_of_a_step_with_frozen_parameters():
-    spec = lab.model({**lab.model("SmolLM2-135M").config, "num_hidden_layers": 2})
-    run = replace(QLORA, micro_batch=1, seq_len=64, quantization=None)
-    assert mem_tracker_peak(spec, run) == pytest.approx(lab.simulate(spec, run, "cpu").peak_allocated, rel=0.02)
-
-
-def test_fitchecks_total_is_its_tensors_and_an_overhead():
-    if installed("fitcheck-llm"):
-        by_name = {tool.name: peers.predictions(tool, [report(10**9)])[0] for tool in TOOLS if "fitcheck" in tool.name}
-        assert by_name["fitcheck total"] > by_name["fitcheck tensors"]
-
-
-def test_deepspeed_counts_20_bytes_a_parameter_with_zero_2_on_one_gpu():
-    spec = lab.model("SmolLM2-135M")
-    zero2 = next(tool for tool in TOOLS if tool.name == "DeepSpeed ZeRO-2")
-    expected = "not installed" if installed("deepspeed") is None else [20 * spec.parameters]
-    assert peers.predictions(zero2, [report(10**9)]) == expected
 
 
 # ---- the committed results

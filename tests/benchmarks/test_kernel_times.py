@@ -3,9 +3,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +11,11 @@ import torch
 from benchmarks.kernels import kernel_times as bench
 from llmlab.archive import OperatorRecord
 from llmlab.archive.lookup import load
-from llmlab.archive.operators import sweep, swept
+from llmlab.archive.operators import sweep
 from llmlab.course.kernels.ladder import attention, cross_entropy, rms_norm
 
 if sys.platform != "linux":
     pytest.skip("Liger needs Triton, which has wheels for Linux alone", allow_module_level=True)
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,46 +48,6 @@ class Clock:
 
     def elapsed_time(self, end):
         return float(end.at - self.at)
-
-
-def test_what_fails_is_named_and_the_other_bars_are_measured_and_kept(monkeypatch, tmp_path):
-    """From main's loop on, without a GPU: wrong results, a kernel that does not compile, a case that runs nowhere."""
-    monkeypatch.setattr(torch.cuda, "Event", Clock)
-    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setattr(bench, "TIMED_MS", 5)
-    monkeypatch.setenv("LLMLAB_RECORDS", str(tmp_path / "records"))
-    by_name = {case.kernel: case for case in CASES}
-    rope, swiglu, loss = (by_name[name] for name in ("rope", "swiglu", "cross_entropy"))
-
-    def raising(*arguments):
-        raise RuntimeError("ptxas said no\nand a long log")
-
-    def nothing():
-        raise torch.OutOfMemoryError("no memory for the inputs")
-
-    wrong = {bench.NAIVE: swiglu.ways[bench.NAIVE], bench.OURS: lambda gate, up: gate * up}
-    cases = [
-        bench.Case("swiglu", swiglu.sizes, swiglu.make, wrong),
-        bench.Case("cross_entropy", loss.sizes, nothing, loss.ways),
-        bench.Case("rope", rope.sizes, rope.make, {**rope.ways, "torch_compile": raising}),
-    ]
-    assert bench.run(cases, "tiny", DEVICE, bench.BARS, tmp_path / "results") == 1
-    text = (tmp_path / "results" / "kernel_times.md").read_text(encoding="utf-8")
-    failed = [line.removeprefix("- Failed, not timed: ") for line in text.splitlines() if "Failed" in line]
-    assert failed[0].startswith("swiglu, R=6 I=24, ours: AssertionError: forward, tensor 0: ")
-    assert failed[1:] == [
-        "cross_entropy, R=6 V=37: OutOfMemoryError: no memory for the inputs",
-        "rope, T=6 H=2 K=1 D=8, compiled: RuntimeError: ptxas said no",
-    ]
-    (full,) = (line for line in text.splitlines() if line.startswith("| rope, full"))
-    assert "| 1.00 | ≤ 1.10 | met |" in full and full.count("–") == 2  # compiled, and SDPA, which is no rival here
-    (others,) = (line for line in text.splitlines() if line.startswith("| swiglu, full"))
-    assert "met" not in others and "| 1,000 |" in others
-    found = {(r.operator, r.provider) for s in load("operators", sweep, tmp_path / "records") for r in s}
-    assert {("rope", "llmlab"), ("rope", "liger"), ("swiglu", "naive")} <= found
-    assert ("swiglu", "llmlab") not in found and ("rope", "torch_compile") not in found
 
 
 def test_each_case_has_its_rival():
@@ -183,35 +139,6 @@ def test_what_the_kernels_choose_is_among_what_a_sweep_tries():
         assert set(chosen) == set(grid) and all(chosen[name] in grid[name] for name in grid)
     assert rms_norm.warps(2 * 4096) in bench.WARPS
     assert cross_entropy.TILE in bench.TRIED["cross_entropy", "full"]["TILE"]
-
-
-def test_a_sweep_is_recorded_with_its_settings_the_fastest_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "Event", Clock)
-    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setenv("LLMLAB_RECORDS", str(tmp_path / "records"))
-    small = {("rms_norm", "full"): {"num_warps": (4, 8), "num_stages": (1,)}}
-    found = bench.sweep("tiny", DEVICE, torch.float16, small)
-    assert bench.run(found, "tiny", DEVICE, {}, tmp_path / "results", "kernel_sweep") == 0
-    made = json.loads((tmp_path / "results" / "kernel_sweep.json").read_text(encoding="utf-8"))
-    settings = [record["options"] for record in made["records"] if record["metric"] == "time"]
-    assert settings == [{}, {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}]
-    assert {record["provider"] for record in made["records"]} == {bench.SWEPT}
-    (folder,) = (tmp_path / "records").iterdir()
-    read = [record for series in load("operators", sweep, folder) for record in series]
-    times = [r for r in read if r.metric == "time"]
-    assert [dict(r.options) for r in times] == settings
-    ((chosen, best),) = swept(times)
-    assert chosen.options == {} and best.value == min(r.value for r in times)
-    faster = replace(times[1], value=0.5 * chosen.value)
-    assert swept([faster, chosen, replace(chosen, mode="forward")]) == [
-        (chosen, faster), (replace(chosen, mode="forward"),) * 2,
-    ]  # fmt: skip
-    assert swept([faster]) == []
-    slow = bench.Row("rope", "full", "bf16", {}, {bench.OURS: [2e-3], "M=1": [1e-3]}, {bench.OURS: 0, "M=1": 0},
-                     {bench.OURS: {}, "M=1": {"M": 1}})  # fmt: skip
-    assert [line[1:4] for line in bench.sweep_body([slow])] == [["M=1", "1,000", "0.50"], ["chosen", "2,000", "1.00"]]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here")

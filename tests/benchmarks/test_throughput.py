@@ -7,7 +7,6 @@ import pytest
 
 import llmlab as lab
 from benchmarks.time import throughput
-from benchmarks.time.throughput_peers import rule
 
 
 def test_every_row_is_a_run_that_can_be_asked_for():
@@ -94,11 +93,6 @@ def test_errors_count_what_is_unknown_and_what_the_interval_holds():
     assert got.median == pytest.approx(0.2) and got.worst == pytest.approx(0.4)
 
 
-def test_the_rule_of_thumb_is_6nd_at_two_fifths_of_the_peak():
-    row = next(row for row in throughput.rows() if row.id == "smt-091")
-    assert rule(row) == pytest.approx(0.4 * 989.4e12 / (6 * lab.model(row.model).parameters))
-
-
 def test_rows_have_the_steps_of_their_sources():
     """InternEvo's tables hold tokens per GPU and step (train_performance.md), bigscience's chronicle sequences."""
     smaller = {"evo-ckpt-mb4-512", "evo-ckpt-mb2-1024", "evo-tp1-one-1024"}
@@ -108,11 +102,3 @@ def test_rows_have_the_steps_of_their_sources():
             assert run.global_batch * run.seq_len / run.world_size == 16384, row.id
         if row.source == "bigscience-176b":
             assert (run.global_batch, run.world_size) == (2048, 384), row.id
-
-
-def test_the_rule_at_the_median_share_of_a_gpu_is_off_by_what_its_rows_differ():
-    """Two rows that reach 1.2 and 0.8 times the rule: at the share between them, one is too low by a sixth."""
-    row = next(row for row in throughput.rows() if row.card == "T4")
-    near, far = (replace(row, id=id, measured=times * rule(row)) for id, times in (("near", 1.2), ("far", 0.8)))
-    found = throughput.fitted([(near, throughput.Predicted(None)), (far, throughput.Predicted(None))])
-    assert found == pytest.approx({"near": rule(row), "far": rule(row)})

@@ -8,7 +8,6 @@ import llmlab as lab
 from llmlab.course.job import MODEL_8B
 from llmlab.formulas.memory.activations import block_saved
 from llmlab.formulas.memory.share import share_of
-from llmlab.formulas.memory.states import adapter_parameters, states
 
 MODEL = lab.model(MODEL_8B)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -16,12 +15,6 @@ RUN = lab.Training(seq_len=2048, precision="bf16", checkpointing="full", lora=la
 N, L, h, f, V = MODEL.parameters, MODEL.layers, MODEL.hidden, MODEL.intermediate, MODEL.vocab
 T, kd = RUN.seq_len, MODEL.kv_heads * MODEL.head_dim
 P = 16 * L * (9 * h + 2 * kd + 3 * f)
-
-
-def test_adapters_and_states():
-    parts = states(MODEL, RUN)
-    assert adapter_parameters(MODEL, RUN) == P
-    assert parts.weights + parts.gradients + parts.optimizer == 2 * N + 16 * P
 
 
 def test_the_peak_of_a_checkpointed_run():

@@ -68,20 +68,6 @@ def test_doubling_tp_breaks_even_where_the_bound_says(sequences, breaks_even):
     assert all(times[2 * tp] > 1.03 * times[tp] for tp in (1, 2, 4) if tp > breaks_even)
 
 
-@pytest.mark.parametrize(
-    "kv_heads, heads, beta, tokens", [(8, 64, NETWORK, 3229), (8, 32, 12e9, 25_833), (32, 32, NVLINK, 3344)]
-)
-def test_the_worked_problems_on_rings(kv_heads, heads, beta, tokens):
-    bound = 2 * kv_heads / heads * F / beta
-    assert bound == pytest.approx(tokens, abs=1)
-
-
-@pytest.mark.parametrize("beta, width", [(NVLINK, 743), (NETWORK, 5741)])
-def test_the_bound_on_the_width_of_experts(beta, width):
-    bound = 4 * F / (9 * beta)
-    assert bound == pytest.approx(width, abs=1)
-
-
 @pytest.mark.parametrize("ep, leaves, beta", [(8, 7 / 8, NVLINK), (64, 56 / 64, NETWORK)])
 def test_the_all_to_alls_of_qwen(ep, leaves, beta):
     qwen = lab.model("Qwen/Qwen3-30B-A3B")

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
-from llmlab.formulas.memory.activations import mlp_saved
-from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.report import estimated
 
 MODEL = {
@@ -67,20 +65,6 @@ def test_gpt2s_gelu_is_written_out_in_fp32_under_autocast_forward_and_backward(q
     agree(gpt2, run, "A100-80GB", 0.03)
 
 
-def kept(model, **given):
-    run = lab.Training(**{"micro_batch": 2, "seq_len": 2048, "precision": "bf16", **given})
-    return sum(lab.estimate(model, run, "A100-80GB").detail["activations"].values())
-
-
-def test_with_checkpointing_the_first_blocks_input_has_a_gradient():
-    two, one = ({**MODEL, "num_hidden_layers": layers} for layers in (2, 1))
-    down = {"lora": lab.LoRA(rank=8, targets=("down_proj",))}
-    T, f, rank = 2 * 2048, 768, 8
-    assert kept(one, **down) == T * 4 * (f + rank)  # the adapter's input, cast, and what it returned
-    assert kept(two, **down) > 4 * kept(one, **down)
-    assert kept(two, **down, checkpointing="full") == 2 * kept(one, **down, checkpointing="full")
-
-
 def test_both_branches_in_one_cast_twice_as_much(agree):
     """Phi-3's gate_up_proj: the gradient of all that it returned is cast, scaled and cast back."""
     phi = {**WIDE, "model_type": "phi3", "pad_token_id": 0, "sliding_window": None}
@@ -104,13 +88,6 @@ def test_half_adapters_are_half_and_a_word_is_no_answer():
     assert half.parts["optimizer"] * 2 == wide.parts["optimizer"]
     with pytest.raises(lab.SpecError, match="autocast_adapter_dtype='no' is neither True nor False"):
         lab.LoRA(autocast_adapter_dtype="no")
-
-
-def test_what_an_mlp_keeps_has_the_masks_of_its_own_adapters_alone():
-    run = lab.Training(precision="fp16", lora=lab.LoRA(rank=8, targets=ALL, dropout=0.1))
-    mlp = lab.Training(precision="fp16", lora=lab.LoRA(rank=8, targets=ALL[4:], dropout=0.1))
-    every, own = (mlp_saved(share_of(lab.model(WIDE), each)) for each in (run, mlp))
-    assert every == own
 
 
 @pytest.mark.parametrize("checkpointing", [None, "full"])

@@ -8,7 +8,7 @@ import llmlab as lab
 from llmlab import Training
 from llmlab.formulas.again import attentions_again, recomputed_blocks, wholly_recomputed_blocks
 from llmlab.formulas.time.distributed import step
-from llmlab.formulas.time.elementwise import engine_casts, moved
+from llmlab.formulas.time.elementwise import moved
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.host import started
 from llmlab.formulas.time.kernels import kernels
@@ -68,14 +68,6 @@ def test_all_that_a_block_takes_again_is_of_those_blocks_alone():
 
 def test_layers_that_keep_one_input_together_take_as_long_as_one_by_one():
     assert seconds(blocks(4, "uniform")) == seconds(blocks(1, "uniform")) == seconds(blocks(32)) > 1.1 * seconds(RUN)
-
-
-def test_casts_to_fp8_are_made_again_in_those_blocks():
-    def casts(run):
-        return engine_casts(LLAMA, replace(run, stack=replace(run.stack, fp8_recipe="tensorwise")))
-
-    half = (casts(RUN) + casts(blocks(32))) / 2
-    assert casts(RUN) < casts(blocks(16)) == pytest.approx(half)
 
 
 def test_megatron_computes_the_modules_again_that_it_names():

@@ -3,7 +3,7 @@
 import pytest
 
 import llmlab as lab
-from llmlab.formulas.memory.activations import block_saved, checkpointed, per_device
+from llmlab.formulas.memory.activations import checkpointed
 from llmlab.formulas.memory.share import share_of
 
 LLAMA = lab.model("meta-llama/Meta-Llama-3-8B")  # h 4096, f 14336, Q 4096, K 1024, H 32
@@ -13,27 +13,6 @@ TOKENS = 8192
 
 def share(**given):
     return share_of(LLAMA, lab.Training(**{"seq_len": TOKENS, "dp": 8, "stack": "torchtitan", **given}))
-
-
-def test_nothing_recomputed():
-    token = 2 * (2 * H + 4 / 2) + 2 * 2 * H + 2 * (2 * Q + 2 * K) + 4 * HEADS + 2 * 4 * F + 4
-    given = share(stack="torchtitan:ac=none")
-    assert sum(per_device(block_saved(given), given.run).values()) == TOKENS * token
-
-
-def test_selective_keeps_every_second_product_and_attention():
-    kept = checkpointed(share())
-    assert kept["block inputs"] == TOKENS * 2 * H
-    assert sum(kept.values()) == TOKENS * (2 * H + 2 * (Q + K + F + H) + 2 * Q + 4 * HEADS)
-
-
-def test_up_to_release_0_2_0_it_keeps_no_attention():
-    older = checkpointed(share(stack="torchtitan:keeps_attention=False"))
-    assert sum(checkpointed(share()).values()) - sum(older.values()) == TOKENS * (2 * Q + 4 * HEADS)
-
-
-def test_full_keeps_the_input_alone():
-    assert checkpointed(share(checkpointing="full")) == {"block inputs": TOKENS * 2 * H}
 
 
 def test_tensor_parallelism_keeps_what_reduce_scatter_returned():

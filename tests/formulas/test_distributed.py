@@ -15,7 +15,7 @@ from llmlab.formulas.time import elementwise
 from llmlab.formulas.time.data_parallel import data_parallel, ddp_buckets, tensors
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.host import host_seconds
-from llmlab.formulas.time.kernels import kernels, training_rates
+from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.step import product_seconds, step_seconds
 from llmlab.hardware import gpu
 from llmlab.hardware.links import cluster, pcie_rates
@@ -29,7 +29,6 @@ DEEP = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8, "num
         "tie_word_embeddings": True}  # fmt: skip
 GPT_175B = {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 1024,
             "vocab_size": 51200}  # fmt: skip
-BUCKETS = "stage3_prefetch_bucket_size", "reduce_bucket_size"
 
 
 def predicted(row, overlap=None):
@@ -327,17 +326,6 @@ def test_accumulation_with_cut_gradients_sends_them_each_time():
     assert sent[3][1] == pytest.approx(4 * sent[3][0])
 
 
-def test_gathered_logits_are_sent_once_and_their_loss_is_computed_on_every_rank():
-    spec = "meta-llama/Meta-Llama-3-8B"
-    run = Training(micro_batch=2, seq_len=8192, precision="bf16", tp=8, accumulation=3)
-    cut, whole = (step(spec, each, "H100", H100) for each in (run, replace(run, loss_parallel=False)))
-    logits = 2 * 2 * 8192 * 128256
-    gather = kernels("H100").collective("all-gather", logits, H100.group(8)) + 2 * logits / kernels("H100").bandwidth
-    assert whole.tensor - cut.tensor == pytest.approx(3 * gather)
-    moved = [elementwise.moved(model(spec), each).loss for each in (run, replace(run, loss_parallel=False))]
-    assert moved[1] == 8 * moved[0]
-
-
 def test_tensor_parallel_belongs_inside_a_node():
     run = Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", tp=8)
     inside = step("meta-llama/Llama-3.1-8B", run, "H100", H100)
@@ -454,28 +442,6 @@ def test_megatron_hides_what_its_options_say():
     assert open_.pipeline == 5 * plain.pipeline and open_.products == virtual.products
 
 
-def test_what_megatron_hides_of_tensor_parallelism_is_behind_one_product():
-    """Backward's all-reduce of an input's gradient waits for nothing while the weight's is computed, and costs what
-    hidden communication costs; what is left of it when that is done is exposed. Not asynchronous, all of it is."""
-    spec, run = lab.model("gpt2-xl"), replace(MEGATRON, seq_len=1024, sequence_parallel=False, tp=5, pp=1, dp=1, zero=0)
-    nodes, rates = cluster("A100"), kernels("A100")
-    waits = replace(run, stack=lab.Megatron(async_tensor_model_parallel_allreduce=False))
-    for tokens in (1, 64):
-        hidden, exposed = (
-            step(spec, replace(each, micro_batch=tokens), "A100", nodes).layer["tensor"] for each in (run, waits)
-        )
-        once = rates.collective("all-reduce", tokens * 1024 * 1600 * 2, nodes.group(5))
-        weights = [rates.matmul(width, 1600, tokens * 1024, "bf16") for width in (3 * 1600 // 5, 4 * 1600 // 5)]
-        behind = [min(once, each) for each in weights]
-        assert exposed == pytest.approx(4 * once)
-        assert hidden == pytest.approx(4 * once - (1 - training_rates()["scale"]["contention"]) * sum(behind))
-        assert min(weights) < once  # on an A100 more is sent than can be hidden
-    scattered = replace(run, sequence_parallel=True)
-    assert step(spec, scattered, "A100", nodes) == step(
-        spec, replace(scattered, stack=waits.stack), "A100", nodes
-    )  # sequence parallelism hides it anyway
-
-
 def test_kernels_that_wait_for_the_host_one_by_one_take_its_time_too():
     """CUDA_LAUNCH_BLOCKING=1: no kernel is started while another runs, or while ranks send."""
     spec = lab.model("meta-llama/Llama-2-7b-hf")
@@ -548,21 +514,6 @@ def test_deepspeed_hides_what_overlap_comm_says(zero, default):
     assert (hides.data_exposed < 0.7 * hides.data_sent) is (zero > 0)
 
 
-def test_deepspeed_gathers_parameters_and_scatters_gradients_in_buckets():
-    """Blocks of 1.81e9 parameters (175B): four matrices larger than either bucket are four gathers and, with the
-    vectors between them, eight scatters; in buckets that hold a block, one of each. Latencies are all that differs."""
-    spec = lab.model(GPT_175B)
-    run = Training(seq_len=1024, dp=1024, zero=3, precision="mixed-fp16", checkpointing="full", stack="deepspeed")
-    nodes, reuse = cluster("A100-80GB"), "stage3_max_reuse_distance=4000000000"
-    one, several = (
-        step(spec, replace(run, stack=f"deepspeed:{reuse},{BUCKETS[0]}={size},{BUCKETS[1]}={size}"), "A100-80GB", nodes)
-        for size in (4_000_000_000, 90_000_000)
-    )
-    wait = kernels("A100-80GB").collective("all-gather", 0, nodes.group(1024))
-    assert several.data_sent - one.data_sent == pytest.approx(96 * (2 * 3 + 7) * wait, rel=0.01)
-    assert several.data_exposed > one.data_exposed
-
-
 @pytest.mark.parametrize(("distance", "again"), [(4_000_000_000, 0.0), (1_812_000_000, 0.5), (1, 1.0)])
 def test_deepspeed_gathers_again_what_is_used_again_too_late(distance, again):
     """Recomputation uses a block's first matrix again 2 x 1.81e9 parameters later, and its last at once."""
@@ -606,48 +557,6 @@ def test_megatrons_python_is_most_of_a_tiny_step(card, checkpointing, seconds):
     assert found.launches > found.compute / 3
 
 
-def test_fsdp2_copies_what_it_gathers_and_scatters():
-    """What was gathered is read and written, twice; the gradients once, which torchtitan sums in fp32. It keeps the
-    embedding and the head between the passes. A shard is cast, and copied into the buffer that is gathered."""
-    spec, run = lab.model("meta-llama/Llama-3.1-8B"), Training(seq_len=8192, precision="mixed-bf16", dp=8, zero=3)
-    titan = replace(run, stack=lab.Torchtitan())
-    rates = kernels("H100")
-    found, other = (data_parallel(spec, each, H100, rates, 1.0, 1 / 3, ("data",), 2**20) for each in (run, titan))
-    ends = 2 * 2 * spec.vocab * spec.hidden  # bytes of the embedding and the head
-    assert (found.bytes, other.bytes) == (6 * spec.parameters, 8 * spec.parameters - ends)
-    shards = (4 + 2 + 2 + 2) / 8
-    assert found.copied == pytest.approx((2 * (4 + shards) + 4) * spec.parameters / rates.bandwidth)
-    copied = (2 * (4 + shards) + 6) * spec.parameters - (2 + shards / 2) * ends
-    assert other.copied == pytest.approx(copied / rates.bandwidth)
-    twice = data_parallel(spec, replace(run, zero=2), H100, rates, 1.0, 1 / 3, ("data",), 2**20)
-    assert twice.copied == pytest.approx((4 + shards + 4) * spec.parameters / rates.bandwidth)
-    assert step(spec, run, "H100", H100).data > found.copied
-
-
-def test_what_many_nodes_lose():
-    """All lose a time once per step, and sharded layers a share of it too, by the doublings of their nodes."""
-    run = Training(seq_len=4096, precision="mixed-bf16", dp=64, zero=3)
-    rates = training_rates()["scale"]
-    sharded, once = (step("Llama-3.2-1B", replace(run, zero=zero), "H100", H100) for zero in (3, 1))
-    assert once.scale == pytest.approx(3 * rates["seconds_per_doubling"])
-    share = 3 * rates["share_per_doubling"] * (sharded.seconds - sharded.scale)
-    assert share > 0 and sharded.scale == pytest.approx(once.scale + share)
-
-
-def test_a_node_that_pcie_joins_is_the_median_of_published_ones():
-    """Not of one machine, nor NCCL's own figure; all cards of a node share its host, whatever groups they are in."""
-    run = replace(SMALL, dp=8, zero=3)
-    for card, of in (("L40S", 8), ("RTX-4090", 8), ("RTX-4090", 2)):
-        nodes, busy = cluster(card), replace(run, dp=of)
-        rates = pcie_rates(nodes.inside, of, gpu(card).peer_access)
-        found = step("gpt2-xl", busy, card, nodes).data_sent
-        assert found == step("gpt2-xl", busy, card, nodes.reaching(rates.median)).data_sent
-        assert found < step("gpt2-xl", busy, card, nodes.reaching(0.9 * rates.median)).data_sent
-    pairs = replace(SMALL, dp=4, tp=2, zero=1)  # of eight cards
-    rate = pcie_rates(cluster("L40S").inside, 8, True).median
-    assert step("gpt2", pairs, "L40S", cluster("L40S")) == step("gpt2", pairs, "L40S", cluster("L40S", reached=rate))
-
-
 def test_a_rate_of_ones_own_stands_for_what_others_measured():
     """In a node of PCIe, for which there are published ones, and in one of NVLink, for which there are grids."""
     run, size = replace(SMALL, dp=8, zero=3), 2**28
@@ -684,4 +593,3 @@ def test_an_interval_has_eight_of_ten_published_nodes():
 def _below(name, run, card):
     report = lab.estimate(name, run, card)
     return report.step_seconds / report.step_seconds_low
-

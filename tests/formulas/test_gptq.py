@@ -12,12 +12,7 @@ from torch import Tensor, nn
 import llmlab as lab
 from llmlab.engines.tuners import axolotl_config, llama_factory_config
 from llmlab.formulas import gptq
-from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.states import states
-from llmlab.formulas.time.elementwise import biases, moved
-from llmlab.formulas.time.host import GPTQ, GPTQ_AUTOCAST, GPTQ_BIAS, Operators, started
-from llmlab.formulas.time.kernels import kernels
-from llmlab.formulas.time.step import passes
 from llmlab.planning.files.script import kind
 from llmlab.step import model as step_model
 
@@ -104,48 +99,6 @@ def test_blocks_linears_are_packed_and_the_rest_is_as_it_was_loaded(precision, w
     assert sizes.weights == packed + width * rest + 4 * sizes.trained
 
 
-@pytest.mark.parametrize(("width", "compute"), [(2, 2), (4, 2), (4, 4)])
-def test_unpacking_takes_and_moves_what_its_operators_do(width, compute):
-    """A layer of 4,096 × 1,024 on 64 tokens, beside a frozen linear layer without a bias."""
-    inputs, outputs, tokens = 4096, 1024, 64
-    dtype, autocast = {2: torch.float16, 4: torch.float32}[width], width != compute
-    found = []
-    with lab.simulator(CARD) as sim:
-        layers = (Layer(inputs, outputs, True, dtype, "cuda"),
-                  nn.Linear(inputs, outputs, False, device="cuda", dtype=dtype).requires_grad_(False))  # fmt: skip
-        x = torch.zeros(1, tokens, inputs, device="cuda", dtype=dtype, requires_grad=True)
-        for layer in (*layers, *layers):  # first cuBLAS takes its workspace, and x has a gradient
-            before = sim.allocated
-            sim.reset_peak()
-            with sim.operators() as forward, torch.autocast("cuda", torch.float16, enabled=autocast):
-                out = layer(x)
-            peak, kept = sim.peak_allocated - before, sim.allocated - before - out.nbytes
-            with sim.operators() as backward:
-                out.backward(torch.zeros_like(out))
-            found.append((list(forward), [each for each in backward if each.backward], peak, kept))
-            del out
-    (packed, packed_back, peak, kept), (plain, plain_back, _, _) = found[2:]
-    weights = inputs * outputs
-    assert kept == compute * weights  # for the input's gradient
-    assert peak == pytest.approx(gptq.highest(width, compute) * weights, rel=0.06)
-
-    def more(kind):
-        return sum(each.bytes * sign for log, sign in ((packed, 1), (plain, -1)) for each in log if each.kind == kind)
-
-    shifts, others = gptq.moved(inputs, outputs, width, compute)
-    assert more("strided") == pytest.approx(shifts, abs=128)
-    in_both = autocast * (width + compute) * weights
-    results = tokens * outputs * (2 * width + autocast * (width + compute)) + outputs * width
-    assert more("memory") == pytest.approx(others - in_both + results)
-
-    def count(log, view):
-        return sum((each.kind == "none") is view for each in log)
-
-    ways = ((packed, plain), (packed_back, plain_back))
-    counts = Operators(*(count(one, view) - count(other, view) for one, other in ways for view in (False, True)))
-    assert counts == GPTQ.plus(GPTQ_BIAS).plus(GPTQ_AUTOCAST.times(autocast))
-
-
 @pytest.fixture
 def simulated(monkeypatch):
     """Return the report of a step whose blocks have the layer here, which `lab.simulate` refuses."""
@@ -198,35 +151,6 @@ def test_the_formula_is_the_simulation_where_weights_are_most(simulated, checkpo
     spec = lab.model(model)
     assert formula.parts["activations"] - plain.parts["activations"] > 0.8 * spec.block_linear_elements * (
         1 if checkpointing else 2)  # fmt: skip
-
-
-def test_weights_are_unpacked_for_forward_and_once_more_where_blocks_are_recomputed():
-    spec, card = lab.model("Llama-2-7b"), lab.gpu(CARD)
-    rates, sent = kernels(card), {}
-    shifts, others = map(sum, zip(*(
-        [each.count * part for part in gptq.moved(each.inputs, each.outputs, 2, 2)] for each in spec.block_linears
-    ), strict=True))  # fmt: skip
-    once = shifts / rates.operators.strided + others / rates.bandwidth
-    assert (shifts + others) / spec.block_linear_elements == pytest.approx(16.5 + 16.5 / 128)
-    for checkpointing in (None, "selective", "full"):
-        run = replace(RUN, checkpointing=checkpointing)
-        packed, plain = (passes(spec, replace(run, quantization=each), card) for each in ("gptq", None))
-        sent[checkpointing] = sum(packed.products.values()) - sum(plain.products.values())
-    assert sent == pytest.approx({None: once, "selective": 2 * once, "full": 2 * once})
-
-
-def test_biases_are_operators_of_their_own():
-    """Of q, k, v and o in transformers' Llama: read, and the sum written, forward and again; the last layer's sum is
-    not made again, where it has no adapter."""
-    spec, card = lab.model({**LLAMA, "attention_bias": True, "mlp_bias": True}), lab.gpu(CARD)
-    run = replace(RUN, checkpointing="full")
-    widths = 2 * (512 + 256 + 256 + 512 + 2048 + 2048) + 512
-    assert biases(share_of(spec, run, card)) == 2 * 2 * run.tokens * widths
-    without = share_of(lab.model(LLAMA), run, card)
-    assert biases(without) == biases(share_of(spec, replace(run, quantization="nf4"), card)) == 0
-    both = (moved(spec, replace(run, quantization=each), card).blocks for each in ("gptq", None))
-    assert next(both) - next(both) == 4 * biases(share_of(spec, run, card))
-    assert started(spec, run).kernels - started(lab.model(LLAMA), run).kernels == 4 * 7 * 2
 
 
 @pytest.mark.parametrize(("model", "fields", "words"), [

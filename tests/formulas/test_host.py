@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 
 import llmlab as lab
-from llmlab.formulas.time.host import Operators, _fsdp_operators, trained, update_host_seconds
-from llmlab.formulas.time.kernels import kernels
+from llmlab.formulas.time.host import Operators, _fsdp_operators
 from llmlab.simulation.report import recorded
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 128}
@@ -39,12 +38,3 @@ def test_fsdp2_adds_operators_for_each_unit_and_each_parameter(family, zero):
     assert (formula.kernels, formula.kernels_back) == (more.kernels, more.kernels_back)
     assert formula.views == pytest.approx(more.views, rel=0.1)
     assert formula.views_back == pytest.approx(more.views_back, rel=0.1)
-
-
-def test_masters_are_cast_by_two_operators_per_tensor_each_of_which_the_cpu_launches():
-    spec, host = lab.model(LLAMA), kernels(lab.gpu("H100")).host
-    mixed, whole = (lab.Training(precision=precision, optimizer="sgd") for precision in ("mixed-bf16", "bf16"))
-    casts = sum(one.kind != "none" for one in operators("llama") if one.phase == "optimizer" and "copy" in one.name)
-    assert casts == 2 * trained(spec, mixed)
-    longer = update_host_seconds(spec, mixed, host) - update_host_seconds(spec, whole, host)
-    assert longer == pytest.approx(casts * host.dispatch)

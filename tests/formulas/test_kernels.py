@@ -1,8 +1,7 @@
 """What a card's kernels take in a step, and where that is from."""
 
 from dataclasses import replace
-from math import isnan, log
-from types import SimpleNamespace
+from math import log
 
 import pytest
 import torch
@@ -16,12 +15,9 @@ from llmlab import LoRA, Training
 from llmlab.archive import figure
 from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.temporaries import loss_chunk
-from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import fused_block, moved
 from llmlab.formulas.time.flops import flops
-from llmlab.formulas.time.host import small_kernels, written
-from llmlab.formulas.time.kernels import _cast_seconds as cast_seconds
-from llmlab.formulas.time.kernels import copy_share, kernels, training_rates
+from llmlab.formulas.time.kernels import kernels, training_rates
 from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, outside, passes
 from llmlab.hardware.kernel_tables import kernel_table
@@ -49,59 +45,10 @@ def test_power_holds_back_what_multiplies_fastest():
     assert 0.7 < kernels("H100").clocks < kernels("A100").clocks < 1
 
 
-def test_fp8_lasts_at_a_share_of_its_own():
-    """A large product takes what power leaves in fp8; a small one its measured time, less that of the cast."""
-    for card in ("H100-80GB", "B200", "GB300"):
-        found = kernels(card)
-        limit = found.sustained_fp8 * found.gpu.peak("fp8")
-        assert 2 * 16384**3 / found.matmul(16384, 16384, 16384, "fp8") == pytest.approx(limit)
-        m, n, k = 512, 4096, 4096
-        cast = m * k * cast_seconds(card)
-        assert found.matmul(m, n, k, "fp8") == pytest.approx(found.table.matmul(m, n, k, "fp8").seconds - cast)
-    assert kernels("H100").sustained_fp8 < kernels("H100").sustained
-    assert kernels("GB300").sustained_fp8 > 1.15 * kernels("GB200").sustained_fp8  # Blackwell Ultra has more power
-    sources = lab.estimate("Llama-3.1-8B", Training(precision="mixed-bf16"), "B200").time_sources
-    assert f"{kernels('B200').sustained_fp8:.0%} in fp8" in sources["products"]
-
-
 def test_power_does_not_hold_back_attention_that_waits_for_exponentials():
     for card in ("B200", "GB300"):
         found = kernels(card)
         assert found.attention(8, 32, 4096, 128, "cudnn", "bf16") == found.table.attention(8, 32, 4096, 128).seconds
-
-
-def test_each_source_counts_once_in_the_spread(monkeypatch):
-    """Nine rows of one source that are 1 % off say as much as one row of another: of five sources, four are within."""
-    away = {("a", n): 0.01 for n in range(9)} | {("b", 0): 0.2, ("c", 0): -0.3, ("d", 0): 0.4, ("e", 0): 0.5}
-    rows = [SimpleNamespace(source=source, off=error) for (source, _), error in away.items()]
-    monkeypatch.setattr(derivation, "off", lambda rows: [row.off for row in rows])
-    assert derivation._held_by_sources(rows) == 0.5 and derivation._held_by_sources(rows[:-1]) == 0.4
-    assert derivation._held([row.off for row in rows]) == 0.3  # were each row to count
-    assert isnan(derivation._held_by_sources([]))
-
-
-def test_a_doubling_costs_what_the_same_run_took_longer_than_predicted_without_it(monkeypatch):
-    """0.7 s more on 128 times as many GPUs, of which 0.35 s are predicted: 0.05 s for each of 7 doublings."""
-    took = {"dgxc-15b-16": (2.0, 3.0), "dgxc-15b-2048": (2.35, 3.7)}  # predicted, measured
-    rows = [SimpleNamespace(id=id, run=SimpleNamespace(world_size=int(id.split("-")[-1]))) for id in took]
-    monkeypatch.setattr(derivation, "seconds", lambda row: took[row.id])
-    monkeypatch.setitem(training_rates()["scale"], "seconds_per_doubling", 1.0)
-    assert derivation.seconds_per_doubling(rows) == pytest.approx(0.05)
-    assert training_rates()["scale"]["seconds_per_doubling"] == 0  # predicted without it
-
-
-def test_intervals_are_as_wide_as_rows_needed_that_nobody_had_looked_at(monkeypatch):
-    """Written down as 100 in 80 to 125: 90 needs half of that side, 70 one and a half, 125 all of the other. Of five
-    sources, four are inside of what is said; one more row of a source does not count more."""
-    ids = [("a", 90.0), ("a", 90.0), ("b", 95.0), ("c", 70.0), ("d", 125.0), ("e", 40.0)]
-    pairs = [(SimpleNamespace(source=source, measured=rate), throughput.Predicted(100.0, 80.0, 125.0))
-             for source, rate in ids]  # fmt: skip
-    pairs.append((SimpleNamespace(source="f", measured=1.0), throughput.Predicted(None)))  # unknown: no interval
-    monkeypatch.setattr(throughput, "rounds", lambda rows: [("one", pairs[:3]), ("two", pairs[3:])])
-    assert derivation.unforeseen() == pytest.approx(log(0.4) / log(0.8))  # more than 4 of 5
-    assert derivation.unforeseen(but="e") == pytest.approx(log(0.7) / log(0.8))
-    monkeypatch.setattr(throughput, "rounds", lambda rows: [("one", pairs[:3])])
-    assert derivation.unforeseen() == 1  # never narrower
 
 
 def test_a_source_is_held_to_the_intervals_of_the_others():
@@ -140,18 +87,6 @@ def test_a_transferred_product_is_scaled_by_what_binds_it():
     h20, base = kernels("H20"), kernels("H100")
     ratio = h20.matmul(*few_rows) / base.matmul(*few_rows)
     assert ratio == pytest.approx(base.gpu.bandwidth / h20.gpu.bandwidth, rel=0.01)
-
-
-def test_operators_are_as_much_slower_than_copies_as_where_both_were_measured():
-    """A copy reaches 912 of an RTX 4090's 1008 GB/s; an L4 has memory of its kind, an H100 of none that is here."""
-    share = training_rates()["share"]
-    assert kernels("RTX-4090").bandwidth == pytest.approx(share["copied"] * 912e9)
-    assert kernels("L4").bandwidth == pytest.approx(share["copied"] * 912 / 1008 * 300e9)
-    assert kernels("H200").bandwidth == pytest.approx(share["bandwidth"] * lab.gpu("H200").bandwidth)
-    assert "80% of the data sheet" in kernels("RTX-4090").sources["elementwise"]
-    for card in map(lab.gpu, ("T4", "A100")):
-        reached = efficiency(card).bandwidth / card.bandwidth
-        assert reached / copy_share(card) == pytest.approx(share["copied"], rel=0.02)
 
 
 def test_no_card_multiplies_faster_than_its_large_products():
@@ -207,47 +142,6 @@ def test_flash_attention_2_takes_what_its_author_measured(card, head_size):
         forward = found.attention(batch, heads, length, head_size, "flash", "bf16")
         rate = flop / (forward * (1 + found.backward("flash")))
         assert rate == pytest.approx(published[f"FlashAttention-2, {name}"], rel=0.01 if card[0] == "H" else 0.04)
-
-
-@pytest.mark.parametrize("card", ["B200", "GB200", "B300"])
-def test_flash_attention_2_on_blackwell_is_little_faster_than_on_hopper(card):
-    """It has none of a B200's instructions: an H100's rates, times what a B200 reached more without a mask, 9 to 20 %,
-    where cuDNN's attention takes two fifths of the time."""
-    found, faster = kernels(card), [figure(key) for key in derivation.UNMASKED.values()]
-    for name, length in derivation.LENGTHS.items():
-        h100, b200 = (each[f"FlashAttention-2, {name}"] for each in faster)
-        assert 1.08 < b200 / h100 < 1.21
-        for head_size in derivation.HEAD_SIZES:
-            sizes = 16384 // length, 2048 // head_size, length, head_size
-            rate = 3.5 * 2 * 16384 * length * 2048 / found.attention(*sizes, "flash", "bf16")
-            rate /= 1 + found.backward("flash")
-            published = figure(derivation.FLASH_STEPS["9.0"][head_size])[f"FlashAttention-2, {name}"]
-            assert rate == pytest.approx(published * b200 / h100, rel=0.01)
-    assert found.slower("flash", 16384, 128) > 2.5 and found.slower("cudnn", 16384, 128) == 1
-
-
-def test_what_computes_less_lasts_at_higher_clocks():
-    """At the fastest product's rate a kernel lasts at its clocks; at half that, at clocks higher by a cube root of 2,
-    and at a third, as FlashAttention 2 on an H100, as in a burst. A limit of the power holds all back, and so does a
-    board that is made for less."""
-    h100, limited, other = (kernels(card) for card in ("H100-80GB", lab.gpu("H100", power=690), "H100-96GB"))
-    fastest = max(2 * m**3 / kernel_table("H100-80GB").matmul(m, m, m, "bf16").seconds for m in (4096, 8192))
-    assert h100.lasting(fastest) == pytest.approx(h100.clocks) and h100.clocks < 0.85
-    assert h100.lasting(fastest / 1.2) == pytest.approx(1.2 ** (1 / 3) * h100.clocks)
-    assert h100.lasting(fastest / 3) == 1 > other.lasting(fastest / 3) == other.clocks
-    flash, slower = (found.attention(8, 32, 4096, 128, "flash", "bf16") for found in (h100, limited))
-    assert slower == pytest.approx(flash * (700 / 690) ** (1 / 3), rel=0.001)
-
-
-def test_cudnns_attention_is_as_fast_as_flash_attention_3():
-    sizes = 8, 32, 4096, 128
-    table, h100 = kernel_table("H100-80GB"), kernels("H100")
-    assert table.attentions["bf16"].kernel.endswith("fa3")
-    burst = table.attention(*sizes).seconds
-    lasting = h100.lasting(2 * 8 * 32 * 4096**2 * 128 / burst)
-    assert h100.attention(*sizes, "cudnn", "bf16") == pytest.approx(burst / lasting) and lasting > h100.clocks
-    efficient, flash = (h100.attention(*sizes, kernel, "bf16") for kernel in ("efficient", "flash"))
-    assert efficient == pytest.approx(2.05 * flash, rel=0.005)
 
 
 def test_attention_between_and_beyond_the_authors_lengths():
@@ -333,26 +227,6 @@ def test_rows_that_are_not_whole_16_bytes_take_longer():
     assert outside(spec, narrow, found).misaligned_s == pytest.approx(3 * (three[0] + three[1]))
 
 
-def test_misaligned_rows_take_longer_still_on_hopper():
-    """Its kernels for them are an A100's: at 1.5 times the speed, where all others are 2.6 times as fast."""
-    run, spec = Training(micro_batch=8, seq_len=1024, precision="autocast-bf16"), lab.model("gpt2")
-    for card in ("H100", "H200", "GH200"):
-        odd = outside(spec, run, kernels(card))
-        assert odd.misaligned_s == pytest.approx(5 / 4 * odd.maybe_less_s) and odd.maybe_more_s == 0
-    assert "which take 5 times as long" in lab.estimate(spec, run, "H100").time_sources["products"]
-
-
-def test_misaligned_rows_that_nobody_timed_on_a_chip_may_take_longer():
-    run, spec = Training(micro_batch=8, seq_len=1024, accumulation=64, precision="bf16"), lab.model("gpt2")
-    odd = outside(spec, run, kernels("RTX-4090"))
-    assert odd.maybe_more_s == pytest.approx(2 * odd.misaligned_s) and odd.maybe_less_s == 0
-    report = lab.estimate(spec, run, "RTX-4090")
-    assert "which may take 3 times as long" in report.time_sources["products"]
-    aligned = lab.estimate(spec, replace(run, compile=True), "RTX-4090")
-    wider = report.step_seconds_high / report.step_seconds - aligned.step_seconds_high / aligned.step_seconds
-    assert wider == pytest.approx(odd.maybe_more_s / report.step_seconds, rel=0.05)
-
-
 def test_a_product_takes_as_long_as_its_transpose_in_bf16_and_no_longer_for_its_casts_in_fp8():
     """What was measured of fp8 casts the first matrix, which elementwise operators count: off, a product takes as long
     from either side, as in bf16; where only one side was measured it stands for both."""
@@ -399,23 +273,6 @@ def test_one_enumeration_of_products_for_flop_and_for_time():
     assert sum(each.part == "adapters" for each in frozen) == 4  # down and up, of q_proj and v_proj
 
 
-def test_rotations_go_through_tensors_with_gaps_and_small_kernels_take_their_start():
-    """In bf16 a query's or key's element is rotated by 20 bytes forward, of which 4 have no gaps, and 34 backward. A
-    block of Llama starts 38 and 71 kernels (host.py), of which 7 are products forward and 14 backward; embedding, last
-    norm, head and loss start 35 and 23."""
-    spec, run = lab.model("Llama-3.2-1B"), Training(micro_batch=4, seq_len=2048, precision="bf16")
-    turned = run.tokens * spec.layers * (spec.query_width + spec.key_width)
-    assert moved(spec, run).strided == turned * (16 + 34)
-    assert moved(spec, replace(run, checkpointing="full")).strided == turned * (16 + 16 + 34)
-    assert small_kernels(spec, run) == spec.layers * (38 + 71 - 7 - 14) + 35 + 23
-    megatron = replace(run, precision="mixed-bf16", stack=lab.Megatron())
-    compiled = replace(run, compile=True)
-    fused = compiled, replace(run, kernels="liger"), megatron
-    assert all(moved(spec, each).strided == 0 for each in fused)
-    assert [small_kernels(spec, each) for each in fused] == [spec.layers * written(spec, compiled), 0, 0]
-    assert moved(lab.model("gpt2"), run).strided == 0  # its positions are learned
-
-
 def test_eager_operators_take_what_an_h200s_profile_has():
     """Of Llama-3.2-1B, 4 × 2,048 tokens in bf16, they took 61.4 ms beside products, attention and update (torch 2.11,
     2026-11-26); their bytes alone would take 53."""
@@ -426,18 +283,6 @@ def test_eager_operators_take_what_an_h200s_profile_has():
     assert sum(moved(spec, run, card)[:2]) / kernels(card).bandwidth < 0.9 * 0.0614
 
 
-def test_a_compiled_gpt2_sums_gradients_of_biases_and_pads_its_words():
-    """Of a block under autocast, per token: norms 2 · 12 h, and in backward 14 h with another 2 for the half gradient;
-    masks of two dropouts, written and read; GELU 2 and 3 · 2 f; gradients of biases, read, of 3 h, h, 4 h and h; of
-    queries, keys and values put together, read and written. Words of no whole 16 bytes are copied once more."""
-    spec, run = lab.model("gpt2"), Training(seq_len=1, precision="autocast-bf16", compile=True)
-    h = spec.hidden
-    assert spec.dropout and spec.vocab % 8
-    norms, masks, activation, biases, joined = (24 + 2 * 16) * h, 4 * h, 10 * 4 * h, 2 * 9 * h, 4 * 3 * h
-    assert fused_block(share_of(spec, run)) == norms + masks + activation + biases + joined
-    assert moved(spec, run).loss == (8 + 4 + 2) * spec.vocab
-
-
 def test_fused_kernels_move_each_tensor_once():
     """A Llama block in bf16, per token: norms 2 · 8 h, (3 · 2 + 3 · 2) h and (3 · 2 + 2 · 2) h, rotations 8 (q + k),
     MLP (3 + 6) · 2 f."""
@@ -446,42 +291,6 @@ def test_fused_kernels_move_each_tensor_once():
     assert fused_block(share_of(spec, run)) == 2 * 8 * h + 22 * h + 8 * (q + k) + 18 * f
     assert moved(spec, run).loss == (8 + 4) * spec.vocab  # and zeros for the gradient of the logits that it returns
     assert moved(spec, replace(run, kernels="fused-loss")).loss == 6 * spec.vocab  # Liger reads twice, writes once
-
-
-@pytest.mark.parametrize(("precision", "moved"), [("mixed-bf16", 10), ("autocast-bf16", 16)])
-def test_a_compiler_reads_and_writes_eager_attentions_scores_few_times(precision, moved):
-    """Forward reads the products' 2 bytes and writes softmax's output, in fp32 and in half under autocast; backward
-    reads a gradient and softmax's output, and writes. What inductor makes of GPT-2 moved 10.2 and 15.5 bytes."""
-    sizes = {"n_embd": 768, "n_layer": 2, "n_head": 12, "n_positions": 1024, "vocab_size": 50304, "attn_pdrop": 0}
-    spec = lab.model({"model_type": "gpt2", **sizes})
-    run = Training(micro_batch=4, seq_len=1024, precision=precision, compile=True, attention="eager")
-    eager, flash = (fused_block(share_of(spec, each)) for each in (run, replace(run, attention="flash")))
-    assert eager - flash == moved * 4 * spec.heads * 1024**2
-
-
-@pytest.mark.parametrize(("fusion", "bytes"), [(None, 52), ("native", 40), ("te", 8)])
-def test_megatrons_loss_moves_what_its_operators_do(fusion, bytes):
-    run = Training(seq_len=512, stack=lab.Megatron(cross_entropy_fusion_impl=fusion))
-    spec = lab.model("gpt2-xl")
-    assert moved(spec, run).loss == bytes * 512 * spec.vocab
-
-
-def test_megatrons_softmax_is_one_kernel_and_its_dropout_another():
-    """Softmax in half reads and writes its scores, backward reads two and writes one; dropout has a byte of mask. What
-    multiplied the values is put in order."""
-    config = {**lab.model("gpt2-xl").config, "attn_pdrop": 0.1}
-    run = Training(seq_len=512, attention="eager", stack="megatron")
-    scores, ordered = 512 * 512 * 25 * 48, 4 * 512 * 1600 * 48
-
-    def blocks(run, **changed):
-        return moved(lab.model({**config, **changed}), run).blocks
-
-    assert blocks(run) - blocks(run, attn_pdrop=0.0) == pytest.approx(10 * scores)
-    fused = replace(run, attention="flash")
-    assert blocks(run, attn_pdrop=0.0) - blocks(fused, attn_pdrop=0.0) == pytest.approx((4 + 6) * scores + ordered)
-    again = [blocks(replace(each, checkpointing="selective")) - blocks(each) for each in (run, fused)]
-    assert again[0] - again[1] == pytest.approx((4 + 5) * scores + ordered)
-    assert again[1] == 0  # what is computed again is attention alone
 
 
 def swiglu(x):

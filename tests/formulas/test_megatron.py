@@ -47,21 +47,6 @@ def test_recomputing_core_attention_leaves_34sbh():
     assert sum(memory(run).activations_by_kind.values()) == run.layers * (34 * s * b * h + 2 * 8 * s * b) // 2
 
 
-def test_own_attention_keeps_the_product_beside_what_is_rotated():
-    run = replace(RUN, rotary=True)
-    cosines = 4 * 2 * run.seq * run.hidden // run.heads  # and sines, of queries and of keys
-    assert kept(replace(run, transformer_engine=False)) - kept(run) == 2 * TENSOR + cosines
-
-
-def test_rotated_operator_by_operator_each_layer_keeps_cosines_and_sines():
-    spec, run = lab.model("meta-llama/Llama-2-7b-hf"), lab.Training(micro_batch=4, seq_len=2048, stack="megatron")
-    fused, apart = (
-        sum(MegatronMemory(share_of(spec, replace(run, stack=stack), lab.gpu("H100"))).whole.values())
-        for stack in ("megatron", "megatron:apply_rope_fusion=false")
-    )
-    assert apart - fused == 4 * 2 * run.seq_len * spec.head_dim
-
-
 # ---- schedules
 
 
@@ -71,14 +56,6 @@ def test_one_f_one_b_keeps_a_micro_batch_for_each_stage_to_come():
 
 def test_interleaved_stages_keep_more_and_the_last_nearly_as_much_as_the_first():
     assert [layers_in_flight(INTERLEAVED, stage, 8) for stage in range(4)] == [35, 33, 31, 29]
-
-
-def test_a_stage_holds_the_inputs_of_its_chunks_and_their_gradients_after_the_step():
-    """What the last stage holds beside its share: of 8 chunks, 2 × 8 tensors of sequence × hidden; the first stage's
-    first chunk receives nothing."""
-    run = megatron_runs.RUNS["7B, pp 4, 8 virtual stages, H100"]
-    tensor = 2 * run.seq * run.micro_batch * run.hidden
-    assert [at(memory(run, stage), "the update")["other"] // tensor for stage in (0, 3)] == [14, 16]
 
 
 # ---- states
@@ -113,15 +90,6 @@ def test_block_recomputation_keeps_the_other_layers_whole():
 
 
 # ---- the loss
-
-
-@pytest.mark.parametrize(("fused", "bytes_"), [(None, 6), ("native", 10), ("te", 2)])
-def test_bytes_of_a_logit_by_who_fuses_the_loss(fused, bytes_):
-    stack = lab.Megatron(cross_entropy_fusion_impl=fused)
-    found = MegatronMemory(share_of(lab.model("gpt2"), lab.Training(stack=stack), lab.gpu("A100-80GB")))
-    for name in ("the loss", "the gradient of the logits"):
-        assert at(found, name)["logits"] == bytes_ * found.vocab * 1024
-    assert at(found, "the head's gradient")["logits"] == 2 * found.vocab * 1024
 
 
 # ---- what is asked for
@@ -180,19 +148,6 @@ def test_bytes_of_optimizer_states(options, width):
     cast = 0 if apex or main == 2 else 4 * (found.parameters // 2)
     assert at(found, "the update")["gradients"] == found.resident["gradients"] + cast
     assert at(found, "model and optimizer made")["optimizer"] == (width if apex else main) * (found.parameters // 2)
-
-
-def test_apexs_optimizer_sums_the_first_stages_embedding_in_fp32_and_a_tied_copy():
-    more = {stage: small("distributed_fused_adam=fp32", stage, pp=2).resident["gradients"]
-            - small("tp_comm_overlap=false", stage, pp=2).resident["gradients"] for stage in (0, 1)}  # fmt: skip
-    assert more == {0: 2 * TABLE, 1: 0}
-    run = replace(megatron_runs.TE, pp=2)  # GPT, tied, with learned positions
-    stack = lab.Megatron(accumulate_allreduce_grads_in_fp32=False, distributed_fused_adam="fp32")
-    training = replace(megatron_runs.training_of(run), stack=stack, zero=1)
-    spec, table = megatron_runs.spec_of(run), 50304 * 512
-    tied = [MegatronMemory(share_of(spec, training, stage=stage)) for stage in (0, 1)]
-    wider = [each.resident["gradients"] - 2 * each.parameters for each in tied]
-    assert wider == [2 * (table + 1024 * 512), 2 * table]
 
 
 @pytest.mark.parametrize(("limit", "micro_batches"), [(0, 7), (2, 2), (22, 7)])
@@ -293,31 +248,6 @@ def test_the_last_stage_has_a_mask_at_the_loss():
     first, last = (small("transformer_engine=false", stage, pp=2, accumulation=2) for stage in (0, 1))
     assert at(first, "the loss")["other"] == 0
     assert at(last, "the loss")["other"] == 2 * (64 * 64 * 2) + 2 * 32**2
-
-
-def test_a_tied_heads_gradient_waits_for_the_embeddings():
-    table = 2 * memory(RUN).vocab * RUN.hidden
-    runs = [replace(RUN, untied=untied) for untied in (False, True)]
-    tied, untied = (at(memory(run), "the embedding's gradient")["other"] for run in runs)
-    assert tied - untied == table
-    assert at(memory(replace(RUN, pp=2)), "the embedding's gradient")["other"] == untied
-
-
-def test_without_apex_adamw_makes_roots():
-    found = memory(replace(megatron_runs.LOCAL, fused_kernels=False))
-    more = at(found, "the roots of second moments")["other"] - at(found, "the update")["other"]
-    assert more == 4 * found.parameters
-
-
-def test_what_the_last_stage_holds_more():
-    """Of the 7B's golden row: states of the head, and the logits, less two layers of the last stage but one."""
-    run = megatron_runs.RUNS["7B, pp 4, 8 virtual stages, A100"]
-    before, last = memory(run, 2), memory(run, 3)
-    vocab, tokens = 131200, run.seq * run.micro_batch
-    states = [sum(found.resident[part] for part in ("weights", "gradients", "optimizer")) for found in (before, last)]
-    assert states[1] - states[0] == (2 + 4 + 12 // 2) * vocab * run.hidden
-    assert at(last, "the loss")["logits"] == (2 + 4) * vocab * tokens
-    assert before.in_flight - last.in_flight == 2
 
 
 # ---- golden values

@@ -1,7 +1,6 @@
 """Facts the formulas must reproduce."""
 
 import statistics
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,9 +12,7 @@ from llmlab.archive import held_out
 from llmlab.base.units import show_bytes
 from llmlab.formulas.inference import kv_cache_bytes
 from llmlab.formulas.memory.moments import training_moments
-from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.states import factored_elements, states
-from llmlab.formulas.memory.temporaries import LossBytes, loss_bytes
 from llmlab.hardware.gpu import gpus
 
 GPT = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 1000}
@@ -238,26 +235,3 @@ def test_the_loss_of_logits_cut_by_vocabulary_holds_one_more_of_them(precision):
     guess, found = (verb({**LLAMA, **sizes}, run, "H100-80GB") for verb in (lab.estimate, lab.simulate))
     assert guess.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.06)
     assert guess.phases["backward"] == pytest.approx(found.phases["backward"], rel=0.06)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
-def test_gathered_logits_are_whole_on_each_rank(precision):
-    """Beside the loss of one device there is, as the head's gradient is made, the rank's own part of the logits'."""
-    sizes = {"vocab_size": 16000, "num_key_value_heads": 8, "max_position_embeddings": 512, "num_hidden_layers": 1}
-    run = lab.Training(seq_len=512, precision=precision, tp=2, loss_parallel=False)
-    guess, found = (verb({**LLAMA, **sizes}, run, "H100-80GB") for verb in (lab.estimate, lab.simulate))
-    assert guess.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.02)
-    assert guess.phases["backward"] == pytest.approx(found.phases["backward"], rel=0.02)
-
-
-def test_the_bytes_of_gathered_logits():
-    """In bf16: logits, their fp32 copy and log_softmax; its gradient and theirs; then the half gradient's own part.
-    In fp32 the most of forward is the gather: a part, what all sent, and that in the order of words."""
-    run = lab.Training(micro_batch=2, seq_len=256, precision="bf16", tp=4, loss_parallel=False)
-    one = 2 * 256 * 1000  # numbers
-    spec = lab.model({**LLAMA, "num_key_value_heads": 8})
-    found = loss_bytes(share_of(spec, run))
-    assert found == LossBytes(10 * one, 14 * one, 2 * one + 2 * one // 4, 2 * one, 6 * one)
-    assert loss_bytes(share_of(spec, replace(run, precision="fp32"))).forward == 8 * one + 4 * one // 4
-    fused = loss_bytes(share_of(spec, replace(run, kernels="fused-loss")))
-    assert fused.forward == 4 * one + 2 * one // 4 and fused.gradient == 4 * one

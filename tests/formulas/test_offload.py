@@ -18,7 +18,7 @@ from llmlab.formulas.time.offload import (
 )
 from llmlab.formulas.time.step import passes
 from llmlab.hardware.links import cluster
-from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme
+from llmlab.hardware.nodes import adam_share, host, host_of, hosts
 
 LLAMA = lab.model("meta-llama/Llama-3.1-8B")
 A100 = lab.gpu("A100-80GB")
@@ -111,13 +111,6 @@ def test_eight_gpus_with_zero_wait_an_eighth():
 def test_memory_that_is_not_pinned_hides_nothing():
     found = step(pinned=False)
     assert found.seconds == pytest.approx(found.compute + found.down + found.up + found.adam)
-
-
-def test_a_drive_reads_and_writes_all_states():
-    found = step(drive=nvme(), gpus=1)
-    n = LLAMA.parameters
-    assert found.drive == pytest.approx(12 * n / 10e9 + 12 * n / 5e9)
-    assert found.seconds == pytest.approx(found.compute + found.adam + found.drive)
 
 
 def test_zero_offloads_throughput_on_one_v100():

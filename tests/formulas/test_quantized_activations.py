@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
-import torch
 
 import llmlab as lab
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
-from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState  # noqa: E402
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
          "num_hidden_layers": 3, "intermediate_size": 1024, "vocab_size": 16000,
@@ -41,21 +37,6 @@ def test_checkpointing_does_not_free_the_inputs_of_int8_linears():
     held = {each: lab.estimate(LLAMA, run(each, "full"), "T4").parts["activations"] for each in ("int8", "nf4")}
     layers, h, Q, i = 3, 256, 256, 1024
     assert held["int8"] - held["nf4"] == 4 * layers * B * T * (2 * h + Q + i)
-
-
-def test_a_named_loss_keeps_the_inputs_of_int8_linears_when_backward_is_over():
-    """bitsandbytes' own function: backward frees saved tensors, and no attributes of a context."""
-    state = MatmulLtState()
-    state.CB, state.SCB, _ = bitsandbytes.functional.int8_vectorwise_quant(torch.ones(8, 4, dtype=torch.float16))
-    state.threshold, state.has_fp16_weights = 6.0, False
-    given = torch.ones(2, 4, requires_grad=True) * 2
-    kept = weakref.ref(given)
-    loss = MatMul8bitLt.apply(given, state.CB, None, None, state).sum()
-    del given
-    loss.backward()
-    assert kept() is not None
-    del loss
-    assert kept() is None
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,6 @@ def test_kernels_started_from_a_graph_are_faster_and_as_published() -> None:
     assert token_seconds(spec, lab.Inference(weights="fp32"), rates) is None
 
 
-def test_a_batch_of_experts_reads_nearly_all_of_them() -> None:
-    spec, run = lab.model("mistralai/Mixtral-8x7B-v0.1"), lab.Inference()
-    embedding = 2 * spec.vocab * spec.hidden
-    assert weights_read(spec, run, 1) == pytest.approx(2 * spec.active_parameters - embedding, rel=1e-6)
-    assert weights_read(spec, run, 64) == pytest.approx(2 * spec.parameters - embedding, rel=1e-6)
-    assert weights_read(spec, run, 1) < weights_read(spec, run, 4) < weights_read(spec, run, 64)
-
-
 def test_a_note_leads_from_generate_to_the_engines() -> None:
     (note,) = [n for n in lab.estimate("meta-llama/Llama-3.1-8B", lab.Inference(), "H100").notes if n.code == "serving"]
     assert "llmlab serve" in note

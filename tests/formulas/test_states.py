@@ -6,13 +6,7 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
-from llmlab.formulas.memory.states import (
-    adapter_parameters,
-    block_parameters,
-    device_parameters,
-    factored_elements,
-    states,
-)
+from llmlab.formulas.memory.states import adapter_parameters, device_parameters, factored_elements, states
 from llmlab.specs.stages import stage_layers
 
 HIDDEN, WIDTH, KEYS, VOCAB, LAYERS, EXPERTS = 64, 176, 16, 1000, 6, 4
@@ -170,17 +164,6 @@ def test_the_largest_gradient_waits_for_its_way_to_the_host() -> None:
     assert waits(lora=LORA) == 4 * (4 * 2 * HIDDEN + 4 * (WIDTH + HIDDEN))  # a layer's adapters, in fp32
     both = states(lab.model(LLAMA), replace(run, offload="optimizer+parameters", zero=3, dp=2))
     assert both.weights == both.optimizer == 0
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_block_has_its_matrices(name: str) -> None:
-    assert block_parameters(lab.model(MODELS[name])) == count(name, "attention", "mlp", "experts", "router") // LAYERS
-
-
-def test_expert_parallel_ranks_hold_a_share_of_the_experts() -> None:
-    spec = lab.model(MIXTRAL)
-    held = states(spec, lab.Training(precision="bf16", dp=2, ep=2))
-    assert held.weights == 2 * (count("mixtral") - count("mixtral", "experts") // 2)
 
 
 @pytest.mark.parametrize(("zero", "stepped"), [(0, 1.0), (1, VOCAB * HIDDEN / count("tied")), (2, 1 / 8)])

@@ -12,24 +12,10 @@ from benchmarks.time import efficiencies as derivation
 from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time.efficiency import efficiencies, efficiency
-from llmlab.formulas.time.elementwise import accumulated, moved
-from llmlab.formulas.time.host import (
-    CHECKPOINT,
-    DTENSOR,
-    FSDP2,
-    HERE,
-    MEGATRON_ENDS,
-    hook_spread,
-    host_seconds,
-    operators,
-    parameters,
-    python_seconds,
-    update_host_seconds,
-)
+from llmlab.formulas.time.elementwise import moved
+from llmlab.formulas.time.host import update_host_seconds
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.products import products
-from llmlab.formulas.time.stacks.deepspeed import JOINED
-from llmlab.formulas.time.stacks.megatron import CLEARED, MASTERED, STEPPED
 from llmlab.formulas.time.step import (
     Traced,
     attention_seconds,
@@ -39,7 +25,6 @@ from llmlab.formulas.time.step import (
     passes,
     price,
     step_seconds,
-    update_after,
     update_seconds,
 )
 from llmlab.formulas.time.timing import PARTS, timing
@@ -172,14 +157,6 @@ def test_a_compiled_transformers_step_has_a_mask_and_so_has_a_window(gpu, times)
     assert across == pytest.approx(2 * inside)
 
 
-def test_eight_bit_adamw_waits_for_its_tables():
-    """A profile of an H200: 220 ms for the 8.03e9 parameters of Llama 3.1 8B; their bytes would take 25."""
-    run = Training(seq_len=2048, precision="bf16", checkpointing="full", optimizer="adamw-8bit")
-    times = {gpu: lab.estimate("Llama-3.1-8B", run, gpu).time["optimizer"] for gpu in ("H200", "A100")}
-    assert times["H200"] == pytest.approx(0.2204, rel=0.01)
-    assert times["A100"] == pytest.approx(times["H200"] * 132 / 108)  # by their multiprocessors
-
-
 def test_products_are_looked_up_by_their_shapes():
     """A weight's gradient is a product of its own; a shape with few rows takes as long as its weight takes to read."""
     found = kernels("H100")
@@ -199,12 +176,6 @@ def test_quantized_and_adapted_layers_take_their_products():
     full, adapted = (passes(spec, run, card).products for run in runs)
     assert adapted["mlp"] == pytest.approx(2 / 3 * full["mlp"], rel=0.1)  # no weights' gradients
     assert "adapters" in adapted and "adapters" not in full
-
-
-def test_the_82b_run_used_a_fifth_of_its_gpus():
-    setup, took = figure("hyperclova-82b-setup"), figure("hyperclova-82b-run").value
-    least = 6 * setup["parameters"] * setup["tokens"] / setup["GPUs"] / lab.gpu("A100").peak("bf16")
-    assert least / took == pytest.approx(0.20, abs=0.005)
 
 
 def test_nanogpt_mfu_is_the_published_one():
@@ -298,22 +269,6 @@ def test_flash_attn_computes_in_half_what_peft_leaves_in_fp32():
     assert seconds("bf16", "sdpa") > 10 * half
 
 
-def test_what_flash_attn_is_given_is_cast_and_what_follows_is_half():
-    """Per token, beside SDPA's memory-efficient kernel in fp32, for which keys and values are repeated. A cast from 4
-    bytes to 2 moves 6. A quantized layer returns the dtype that it is given: o_proj, which neither casts what it is
-    given nor what it returns, half."""
-    spec, tokens = lab.model("meta-llama/Llama-3.1-8B"), 1024
-    flash, efficient = (
-        moved(spec, Training(seq_len=tokens, precision="bf16", attention=attention, quantization="nf4", lora=LoRA()))
-        for attention in ("flash", "efficient")
-    )
-    Q, K, h = spec.query_width, spec.key_width, spec.hidden
-    narrowed = 2 * 6 * (Q + 2 * K)  # and their gradients
-    branch = 6 * h - 2 * h  # its gradient is cast; the sum with the stream reads it in half
-    casts, repeated = 2 * 6 * (Q + h), 2 * 8 * (K + Q)
-    assert flash.blocks - efficient.blocks == 32 * tokens * (narrowed + branch - casts - repeated)
-
-
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_a_report_says_what_peft_leaves_in_fp32(half):
     run = Training(seq_len=1024, precision=half, quantization="nf4", lora=LoRA())
@@ -350,46 +305,6 @@ def test_torchtitan_computes_every_second_product_again():
     assert again(lab.Torchtitan(ac="selective_layers", every=2)) == blocks // 2 != (blocks - last) // 2
     run = Training(seq_len=8192, precision="mixed-bf16", checkpointing="selective", stack=lab.Megatron())
     assert again(lab.Megatron()) == 0
-
-
-def test_torchtitans_norms_written_out_are_what_transformers_are():
-    """Its class of before April 2025 was transformers', operator by operator: 36 bytes per element forward and 92
-    backward for one kernel's 4 and 6 in bf16, of which a compiler makes one."""
-    spec, seen = lab.model("meta-llama/Llama-3.1-8B"), 1 * 8192 * 4096 * 2 * 32
-    one, other = (Training(seq_len=8192, dp=8, stack=lab.Torchtitan(ac="none", norm_type=norm))
-                  for norm in ("fused_rmsnorm", "rmsnorm"))  # fmt: skip
-    assert moved(spec, other).blocks - moved(spec, one).blocks == seen * (36 - 4 + 92 - 6)
-    assert moved(spec, replace(other, compile=True)) == moved(spec, replace(one, compile=True))
-
-
-def test_a_loss_that_is_not_compiled_moves_its_logits_in_fp32():
-    spec, logits = lab.model("meta-llama/Llama-3.1-8B"), 8192 * 128256
-    run = Training(seq_len=8192, dp=8, compile=True, stack=lab.Torchtitan(compile_loss=False))
-    assert moved(spec, run).loss == (6 * 4 + 2 * 6) * logits and moved(spec, run).again == 3 * 4 * logits
-    assert moved(spec, replace(run, stack=lab.Torchtitan())).loss == 8 * logits
-
-
-def test_gradients_of_later_micro_batches_are_added():
-    spec = lab.model("Llama-3.2-1B")
-    run = Training(seq_len=2048, precision="mixed-bf16", accumulation=4)
-    assert accumulated(spec, run) == 3 * 3 * 2 * spec.parameters  # read both, write the sum, three times
-    assert accumulated(spec, replace(run, accumulation=1)) == 0
-    # Within products, or of a shard.
-    assert accumulated(spec, replace(run, stack=lab.Megatron())) == accumulated(spec, replace(run, dp=8, zero=2)) == 0
-
-
-def test_megatron_sums_gradients_in_its_products():
-    """Before Hopper a product reads and writes the sum when it is done, in fp32 or in half, where those that were
-    measured write a half. Without Apex's kernel the half is written, and added: both read, the sum written."""
-    spec = lab.model("Llama-3.2-1B")
-    run = Training(seq_len=2048, precision="mixed-bf16", accumulation=4, stack=lab.Megatron())
-    half = replace(run, stack=lab.Megatron(accumulate_allreduce_grads_in_fp32=False))
-    apart = replace(run, stack=lab.Megatron(gradient_accumulation_fusion=False))
-    per_weight = [accumulated(spec, each, behind=False) / 4 / spec.parameters for each in (run, half, apart)]
-    assert per_weight == [4 + 4 - 2, 2 + 2 - 2, 2 + 4 + 4]
-    assert accumulated(spec, apart) == accumulated(spec, apart, behind=False)
-    by_card = {card: moved(spec, run, lab.gpu(card)).blocks for card in ("A100", "H100", "B200")}
-    assert by_card["A100"] - by_card["H100"] == 6 * 4 * spec.parameters and by_card["H100"] == by_card["B200"]
 
 
 def test_megatrons_kernels_move_what_they_read_and_write():
@@ -470,73 +385,6 @@ def test_short_steps_on_one_gpu_may_wait_for_their_loop():
     assert short[1] == pytest.approx(own, rel=0.01)
 
 
-def test_dtensor_takes_the_host_longer_than_a_b200_multiplies():
-    """Under tensor parallelism torchtitan's blocks wait for Python; what ranks send meanwhile does not come to it. A
-    compiler asks DTensor once, Megatron-LM never."""
-    run = Training(micro_batch=1, seq_len=8192, precision="mixed-bf16", zero=3, dp=2, tp=2, sequence_parallel=True)
-    run = replace(run, stack="torchtitan:ac=none")
-    spec, host = lab.model("Meta-Llama-3-8B"), kernels("B200").host
-    with_dtensor = host_seconds(spec, run, host)
-    sharded = host_seconds(spec, replace(run, tp=1, sequence_parallel=False), host)
-    assert with_dtensor - sharded == pytest.approx(32 * sum(DTENSOR))
-    assert sharded - 32 * operators(spec, run).seconds(host) == pytest.approx(32 * sum(FSDP2))
-    again = replace(run, checkpointing="full", stack="torchtitan:ac=full")
-    recomputed = host_seconds(spec, again, host) - 32 * operators(spec, again).seconds(host)
-    assert recomputed == pytest.approx(32 * (CHECKPOINT + sum(FSDP2) + sum(DTENSOR) + DTENSOR[0]))
-    time = lab.estimate(spec, run, "B200").time
-    waited = time["launches"] + time["products"] + time["attention"] + time["elementwise"] + time["tensor"]
-    assert time["launches"] > 0 and waited == pytest.approx(with_dtensor, rel=0.06)  # the head runs while it waits
-    assert python_seconds(spec, replace(run, compile=True)) == 0
-    assert python_seconds(spec, replace(run, stack="megatron", zero=1)) == 0
-
-
-def test_megatron_takes_the_host_for_what_no_layer_has():
-    """Each micro-batch once, spread over pipeline stages, however many layers there are and whatever they recompute."""
-    spec, host = lab.model("Llama-3.2-1B"), kernels("H100").host
-    run, ends = Training(seq_len=512, precision="mixed-bf16", stack="megatron"), MEGATRON_ENDS.seconds(host)
-    for fields, times in (({}, 1), ({"checkpointing": "full"}, 1), ({"accumulation": 4}, 4),
-                          ({"accumulation": 4, "pp": 2}, 2)):  # fmt: skip
-        each = replace(run, **fields)
-        layers = operators(spec, each).times(spec.layers * times).seconds(host) + python_seconds(spec, each)
-        assert host_seconds(spec, each, host) == pytest.approx(layers + times * ends)
-
-
-def test_megatrons_update_takes_the_host_for_the_parameters_of_a_rank():
-    """The distributed optimizer's those in its share of each bucket; never more than a rank has."""
-    spec, host = lab.model("Llama-3.2-1B"), kernels("H100").host  # 1.24 billion: 31 buckets of 40 million
-    run = Training(seq_len=512, precision="mixed-bf16", dp=8, stack="megatron:overlap_grad_reduce=false")
-    many = parameters(spec)
-
-    def mastered(**fields):
-        each = replace(run, **fields)
-        seconds = update_host_seconds(spec, each, host) / HERE / hook_spread(host)
-        return (seconds - STEPPED - CLEARED * many / each.pp) / MASTERED[each.zero]
-
-    assert mastered() == pytest.approx(many) and mastered(pp=2, accumulation=2) == pytest.approx(many / 2)
-    assert mastered(zero=1) == pytest.approx(many / 8 + 1)
-    assert mastered(zero=1, dp=4, cp=2) == pytest.approx(many / 8 + 1)
-    assert mastered(zero=1, stack="megatron") == pytest.approx(many / 8 + 31)
-    assert mastered(zero=1, dp=80, stack="megatron") == pytest.approx(many / 80 + 16)
-    whole = lab.model("Llama-2-7b")  # whose share of 169 buckets would be more parameters than it has
-    bounded = replace(run, zero=1, dp=2, stack="megatron")
-    seconds = (STEPPED + (CLEARED + MASTERED[1]) * parameters(whole)) * HERE * hook_spread(host)
-    assert update_host_seconds(whole, bounded, host) == pytest.approx(seconds)
-
-
-def test_deepspeeds_update_takes_the_host_for_each_parameter_after_a_busy_card():
-    """It looks for overflow first, and waits for that; a joined update is soon done of tensors that are small."""
-    spec, card = lab.model("gpt2"), kernels("A100")
-    for stage, (each, besides) in JOINED.items():
-        run = Training(micro_batch=64, seq_len=1024, dp=2, precision="mixed-fp16", stack="deepspeed", zero=stage)
-        taken = (each * parameters(spec) + besides) * HERE * hook_spread(card.host)
-        assert update_host_seconds(spec, run, card.host) == pytest.approx(taken)
-        found = passes(spec, run, card.gpu)
-        assert found.gpu > 2 * found.host
-        assert update_after(spec, run, card, found, update=0.0) == pytest.approx(taken)
-        own = replace(run, stack="transformers", zero=0)
-        assert update_after(spec, own, card, found, update=0.0) == 0.0  # hidden behind backward
-
-
 def test_megatrons_host_waits_for_gradients_before_it_updates():
     """So a busy card hides nothing of what the host takes for it, unless one CUDA graph has all passes and no check."""
     spec, card = lab.model("gpt2"), kernels("H100")
@@ -571,16 +419,6 @@ def test_a_traced_step_of_megatrons_waits_for_its_host_as_an_estimated_one_does(
     estimated = timing(spec, run, card)
     assert timing(spec, run, card, traced=traced).seconds == pytest.approx(estimated.seconds)
     assert estimated.parts["launches"] > estimated.seconds / 2
-
-
-def test_a_faster_host_waits_for_the_card_as_long():
-    """What it starts goes faster, by as much as the measured hosts are apart; what it waits for does not."""
-    spec, card = lab.model("gpt2"), lab.gpu("H100")
-    run = Training(seq_len=128, precision="mixed-bf16", stack=lab.Megatron(cuda_launch_blocking=True))
-    dispatch = [each.dispatch for each in efficiencies().values() if each.dispatch]
-    saved = host_seconds(spec, run, kernels(card).host) * (1 - min(dispatch) / max(dispatch))
-    report = lab.estimate(spec, run, card)
-    assert report.step_seconds - report.step_seconds_low == pytest.approx(saved)
 
 
 def test_paged_states_go_through_pcie_where_they_do_not_fit():

@@ -66,7 +66,7 @@ def test_vllm_is_refused_by_name(tmp_path, monkeypatch, body):
 
 
 @pytest.mark.parametrize(("body", "instead"), [
-    ("from flash_attn.layers.rotary import apply_rotary_emb", "scaled_dot_product_attention"),
+    ("from flash_attn.modules.mha import MHA", "scaled_dot_product_attention"),
     ("raise ImportError('the package flash_attn seems to be not installed')", "scaled_dot_product_attention"),
     ("import adam_atan2", "torch.optim"), ("import mamba_ssm", "PyTorch's operators"),
 ])  # fmt: skip

@@ -126,19 +126,6 @@ def test_a_full_cache_preempts_and_nobody_loses_a_token(lengths, capacity, chunk
     assert all(one.cached + one.tokens - one.decoding <= capacity for one in seen)
 
 
-def test_a_preempted_request_computes_its_prompt_and_answer_again():
-    """Two requests of 10 + 10 tokens in a cache of 30: both fit until each has 15 tokens, after 5 decoding passes."""
-    seen = []
-    requests = [Arrival(0, 10, 10), Arrival(0, 10, 10)]
-    rules = {"capacity": 30, "preempts": True}
-    served = replay(requests, lambda one: seen.append(one) or 1.0, **rules)
-    assert [one.preempted for one in served] == [0, 1]
-    assert [one.tokens[-1] for one in served] == [10, 14]  # after the first one's 10 passes 16 tokens in one
-    assert max(one.tokens for one in seen if not one.cached) == 20 and 16 in [one.tokens for one in seen]
-    reserved = replay(requests, lambda _: 1.0, capacity=30)
-    assert [one.preempted for one in reserved] == [0, 0] and [one.tokens[-1] for one in reserved] == [10, 20]
-
-
 def test_prompts_first_stops_those_that_decode():
     requests = [Arrival(0, 1, 5), Arrival(0.5, 30, 2)]
     seen = []

@@ -179,35 +179,3 @@ def test_nothing_stays_patched_and_no_group_stays_open_also_after_an_error(run, 
     with pytest.raises(ZeroDivisionError):
         lab.simulate(GPT, run, "A100-80GB")
     assert patched() == before and not dist.is_initialized()
-
-
-def test_a_group_that_is_there_already_is_the_users():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(lab.NotAvailable, match="destroy_process_group"):
-            lab.simulate(GPT, replace(SMALL, dp=2), "A100-80GB")
-        assert dist.get_world_size() == 2
-    finally:
-        dist.destroy_process_group()
-
-
-def test_the_same_run_twice_and_another_mesh_between_give_the_same():
-    run = replace(SMALL, zero=3, dp=2, tp=2)
-    first = lab.simulate(LLAMA, run, "A100-80GB")
-    lab.simulate(LLAMA, replace(run, dp=4), "A100-80GB")
-    again = lab.simulate(LLAMA, run, "A100-80GB")
-    assert (first.peak_allocated, first.peak_reserved) == (again.peak_allocated, again.peak_reserved)
-
-
-def test_who_draws_for_a_dtensor_is_the_simulators_own():
-    """torch makes it once, for the device of the first mesh: left behind, a later mesh of the CPU asks CUDA."""
-    from torch.distributed.tensor import DeviceMesh, Shard, _random, distribute_tensor
-
-    before = _random._rng_tracker
-    with lab.simulator("A100-80GB", world_size=2):
-        dist.init_process_group("nccl")
-        distribute_tensor(torch.empty(4, device="cuda"), DeviceMesh("cuda", [0, 1]), [Shard(0)]).normal_()
-        assert _random._rng_tracker
-    assert _random._rng_tracker is before

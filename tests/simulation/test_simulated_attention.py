@@ -175,58 +175,6 @@ def test_flash_attn_pads_heads_to_multiples_of_8_columns():
         assert out.shape == q.shape and card.allocated - held == 4 * (2 * B * T * H * 64) + 4 * B * H * T + 512
 
 
-@pytest.mark.parametrize(("mode", "asked", "parts"), [("error", True, 7), ("error", False, 1), ("default", True, 7)])
-def test_deterministic_flash_attn_sums_dq_in_parts_whatever_torch_is_asked(mode, asked, parts):
-    """flash_api.cpp, mha_bwd: nsplits = ceil(108 multiprocessors / 16 heads of the batch)."""
-    torch.set_deterministic_debug_mode(mode)
-    try:
-        with lab.simulator("A100-40GB") as card:
-            q = torch.randn(B, T, H, D, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-            out = flash_attn_func()(q, q, q, causal=True, deterministic=asked)
-            assert _taken(card, out, q) == 4 * B * H * T + parts * 4 * B * H * T * D
-            assert torch.get_deterministic_debug_mode() == {"default": 0, "error": 2}[mode]
-    finally:
-        torch.set_deterministic_debug_mode("default")
-
-
-@pytest.mark.parametrize(("mode", "parts"), [("default", 1), ("warn", 1), ("error", 7)])
-def test_torchs_flash_kernel_sums_dq_in_parts_where_it_must_be_deterministic(mode, parts):
-    """attention_backward.cu, _flash_attention_backward: a mode that only warns changes nothing."""
-    torch.set_deterministic_debug_mode(mode)
-    try:
-        with lab.simulator("A100-40GB") as card:
-            q = torch.randn(B, H, T, D, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-            assert _taken(card, out, q) == 4 * B * H * T + parts * 4 * B * H * T * D
-    finally:
-        torch.set_deterministic_debug_mode("default")
-
-
-@pytest.mark.parametrize(("mode", "heads", "parts"), [("default", 16, 4), ("default", 48, 4), ("default", 72, 2),
-                                                      ("warn", 16, 4), ("error", 16, 1)])  # fmt: skip
-def test_the_efficient_kernel_sums_wide_gradients_of_keys_once_for_each_part(monkeypatch, mode, heads, parts):
-    """attention_backward.cu, num_splits_key: at most 256 keys by 64, and 200 / heads of the batch. On a T4 heads of 128
-    fit no registers; dQ in tiles of 64 x 64, each with 16 B of locks."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # no block keeps the rest of its segment
-    torch.set_deterministic_debug_mode(mode)
-    try:
-        with lab.simulator("T4") as card:
-            q = torch.randn(1, heads, 256, 128, dtype=torch.float16, device="cuda", requires_grad=True)
-            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-            tiles = 4 * 2 * (64 * 64 + 4) + parts * 256 * 2 * 128
-            assert _taken(card, out, q) == 4 * heads * 256 + 4 * heads * tiles
-    finally:
-        torch.set_deterministic_debug_mode("default")
-
-
-def _taken(card, out, q) -> int:
-    """Return what backward of attention to itself takes beside the gradients of queries, keys and values."""
-    grad, held = torch.empty_like(out), card.allocated
-    card.reset_peak()
-    torch.autograd.grad(out, q, grad)
-    return card.peak_allocated - held - 3 * q.nbytes
-
-
 def flash_attn_func():
     """What transformers calls, inside a simulator's block."""
     from transformers import modeling_flash_attention_utils as utils

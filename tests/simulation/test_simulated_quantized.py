@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import llmlab as lab
-from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulation.simulator import simulator
-from llmlab.simulation.workspaces.bitsandbytes import multiplies_packed
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -62,6 +60,17 @@ def test_an_nf4_report_says_that_earlier_releases_loaded_in_other_orders():
     assert len(apart) == 3 and min(apart) > 0 and max(apart) == pytest.approx(13_272 / 11_880 - 1, rel=1e-3)
 
 
+def test_a_quantized_weight_is_an_instance_of_its_class():
+    """lightning/fabric/plugins/precision/bitsandbytes.py asserts it, before it quantizes a layer."""
+    import bitsandbytes as bnb
+
+    with lab.simulator("A100-40GB"):
+        weights = bnb.nn.Linear4bit(64, 64).cuda().weight, bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).weight
+        kinds = bnb.nn.Params4bit, bnb.nn.Int8Params
+        assert [[isinstance(each, kind) for kind in kinds] for each in weights] == [[True, False], [False, True]]
+        assert not isinstance(torch.nn.Linear(2, 2).weight, kinds)
+
+
 def test_int8_holds_a_byte_a_weight_and_a_scale_a_row():
     """bitsandbytes/nn/modules.py, Int8Params._quantize: CB, which is the weight, and SCB in fp32."""
     run = lab.Training(micro_batch=2, seq_len=128, precision="bf16", quantization="int8", lora=ADAPTED)
@@ -94,25 +103,6 @@ def test_peft_gives_cached_segments_back_and_stays_as_it_was():
     recording = recorded(LLAMA, run, CARD)
     assert recording.engine.memory.statistics.num_sync_all_streams == 1  # one empty_cache()
     assert peft.prepare_model_for_kbit_training is before
-
-
-@pytest.mark.parametrize(
-    ("gpu", "shape", "dtype", "most"),
-    [
-        ("T4", (4096, 4096), torch.float16, 64),  # fp16 alone has a tensor-core kernel on Turing
-        ("T4", (4096, 4096), torch.bfloat16, 7),
-        ("T4", (14336, 4096), torch.float16, 128),
-        ("A100-80GB", (14336, 4096), torch.bfloat16, 64),
-        ("A100-80GB", (4096, 14336), torch.bfloat16, 5),  # many more inputs than outputs: unpacking is faster
-        ("V100-16GB", (4096, 4096), torch.float16, 7),
-        ("A100-80GB", (4096, 4096), torch.float32, 7),
-    ],
-)  # fmt: skip
-def test_up_to_how_many_rows_a_card_multiplies_packed_weights(gpu, shape, dtype, most):
-    """backends/cuda/ops.py, _gemm_4bit_use_custom_cuda, read for each architecture."""
-    card = find_gpu(gpu)
-    assert multiplies_packed(card, dtype, most, shape, 64) and not multiplies_packed(card, dtype, most + 1, shape, 64)
-    assert not multiplies_packed(card, dtype, most, (shape[0], shape[1] + 32), 64)  # rows of whole blocks only
 
 
 @pytest.fixture(scope="module")

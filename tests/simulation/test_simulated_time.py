@@ -172,21 +172,6 @@ def test_what_ranks_send_is_no_kernel_and_fsdp_s_copies_are():
     assert copied == pytest.approx(2 * 2 * whole, rel=0.01)  # read and written, before forward and before backward
 
 
-def test_a_product_on_the_simulated_card_takes_what_it_was_measured_to():
-    product = Kernel("aten::mm", "matmul", "bf16", 2 * 4096**3, 6 * 4096**2, (1, 4096, 4096, 4096), 1, False, "")
-    h100 = kernels("H100-80GB")
-    found = kernel_seconds(product, h100.operators, h100)
-    assert found == h100.matmul(4096, 4096, 4096, "bf16") > 2 * 4096**3 / lab.gpu("H100-80GB").peak("bf16")
-    attention = Kernel("aten::_scaled_dot_product_flash_attention", "attention", "bf16", 0, 0, (32, 4096, 4096, 128, 1),
-                       1, False, "")  # fmt: skip
-    causal = kernel_seconds(attention, h100.operators, h100)
-    assert causal == h100.attention(1, 32, 4096, 128, "flash", "bf16")
-    whole = attention._replace(shape=(32, 4096, 4096, 128, 0))
-    assert kernel_seconds(whole, h100.operators, h100) == 2 * causal
-    back = attention._replace(kind="attention backward")
-    assert kernel_seconds(back, h100.operators, h100) == h100.backward("flash") * causal
-
-
 RATES = Efficiency(
     gpu="made up", sms=40, bandwidth=2e11, strided=1e11, gather=1e11, matmul={"fp16": 2e13}, attention={"fp16": 1e13},
     launch=2e-6, dispatch=4e-5, view=6e-6, backward_dispatch=0.6, cache=4e6,
@@ -216,19 +201,6 @@ def test_a_step_takes_at_least_its_kernels_and_their_starts(sizes, extra):
     assert max(found.gpu, found.host) <= found.step <= found.gpu + found.host
     longer = timing([*kernels, kernels[extra % len(kernels)]], RATES)
     assert longer.step > found.step
-
-
-def test_backward_operators_start_faster_and_libraries_slower():
-    kernel = product(8, 8, 8)
-    custom = Efficiency(**{**RATES.__dict__, "custom": 1e-4})
-    assert host_seconds(kernel._replace(backward=True), RATES) < host_seconds(kernel, RATES)
-    assert host_seconds(kernel._replace(name="bitsandbytes::gemm_4bit"), custom) > host_seconds(kernel, custom)
-
-
-def test_rows_that_leave_the_cache_are_read_again():
-    inside = Kernel("aten::_log_softmax", "memory", "fp32", 0, 1 << 30, (1 << 27,), 1, False, "", 1 << 30, 1 << 10)
-    outside = inside._replace(row=1 << 18)
-    assert kernel_seconds(outside, RATES) == pytest.approx(2 * kernel_seconds(inside, RATES), rel=0.01)
 
 
 def test_adapters_on_the_simulated_card_count_as_the_formulas_do():
@@ -319,14 +291,3 @@ def test_an_update_moves_the_bytes_that_are_estimated(optimizer, moved_bytes):
     launches = 8 * spec.parameters / (320 * 65536) if optimizer == "adamw" else 0
     seconds = moved_bytes * spec.parameters / rates.bandwidth + launches * rates.operators.launch
     assert update_seconds(spec, run, rates) == pytest.approx(seconds)
-
-
-def test_an_eight_bit_update_waits_for_its_look_ups_in_both_verbs():
-    spec, card = lab.model({**lab.model("gpt2").config, "n_layer": 2}), lab.gpu("A100-80GB")
-    run = Training(seq_len=32, optimizer="adamw-8bit")
-    updates = [kernel for kernel in recorded(spec, run, card).operators if "8bit_blockwise" in kernel.name]
-    rates = kernels(card)
-    starts = sum(kernel.launches for kernel in updates) * rates.operators.launch
-    seconds = sum(kernel_seconds(kernel, rates.operators) for kernel in updates) - starts
-    assert seconds == pytest.approx(update_seconds(spec, run, rates), rel=0.1)  # small tensors keep 32-bit states
-    assert seconds > 2 * sum(kernel.bytes for kernel in updates) / rates.bandwidth

@@ -1,17 +1,14 @@
 """The workspace functions as a table: an operator, its arguments, and the bytes of all its allocations in their order.
 
-`python tools/new_workspace.py aten.OPERATOR` adds a line. Outputs stand among the buffers, where CUDA allocates them.
-Nothing is rounded up. A tensor on "meta" stands for one on the GPU, one on the CPU for one on the host.
+Outputs stand among the buffers, where CUDA allocates them. Nothing is rounded up. A tensor on "meta" stands for one on
+the GPU, one on the CPU for one on the host.
 
     M  rows    N  columns    B  batch    H  heads    T  positions    D  head size
 """
 
 from __future__ import annotations
 
-import importlib
-from functools import partial
 from math import ceil
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -569,45 +566,3 @@ def test_a_function_without_outputs_is_refused():
 
 
 # ---- the scaffold
-
-
-@pytest.fixture
-def scaffold(tmp_path, monkeypatch):
-    """tools/new_workspace.py on a copy of the files that it writes to."""
-    tools = Path(__file__).parents[2] / "tools"
-    monkeypatch.syspath_prepend(str(tools))
-    script = importlib.import_module("new_workspace")
-    for path in (script.FOLDER / "copies.py", script.TEST):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text((script.ROOT / path).read_text())
-    return lambda *words: script.main([*words, "--file", "copies", "--source", "cuda/Im2Col.cu"], tmp_path)
-
-
-def test_the_scaffold_writes_a_function_and_a_line_that_fails(scaffold, tmp_path, monkeypatch):
-    scaffold("aten.im2col")
-    module = (tmp_path / "llmlab/simulation/workspaces/copies.py").read_text()
-    function = module[module.index("@workspace(aten.im2col") :]
-    taken, names = {}, {"workspace": partial(workspace, table={}), "aten": aten, "OUTPUTS": OUTPUTS}
-    exec("from __future__ import annotations\n" + function, names, taken)
-    assert list(taken["im2col"](None, A100)) == [OUTPUTS]
-    assert "self, kernel_size, dilation, padding, stride" in taken["im2col"].__doc__
-    lines = [line for line in (tmp_path / "tests/simulation/test_workspace_table.py").read_text().splitlines()
-             if line not in Path(__file__).read_text().splitlines()]  # fmt: skip
-    (line,) = lines
-    assert line == '    Row(aten.im2col, ("self", "kernel_size", "dilation", "padding", "stride",), []),'
-    with pytest.raises((RuntimeError, TypeError)):
-        requests(Row(aten.im2col, ("self", "kernel_size", "dilation", "padding", "stride"), []))
-
-
-@pytest.mark.parametrize(
-    ("operator", "message"),
-    [
-        ("aten.embeding_bag", "has no operator aten.embeding_bag"),
-        ("aten._embedding_bag", "has a workspace: embedding_bag in llmlab.simulation.workspaces.embedding"),
-        ("aten.index_select", "known to allocate its outputs alone"),
-    ],
-)
-def test_the_scaffold_refuses(scaffold, operator, message, capsys):
-    with pytest.raises(SystemExit):
-        scaffold(operator)
-    assert message in capsys.readouterr().err

@@ -54,35 +54,10 @@ def held_and_peak(run: Callable[[], Any]) -> tuple[int, int, Any]:
 # ---- softmax, dropout, norms, loss
 
 
-def test_softmax_widens_fp16_in_one_kernel_and_copies_bf16_first(card):
-    """native/SoftMax.cpp, softmax: half_to_float for Half only."""
-    for dtype, peak in ((torch.float16, FULL), (torch.bfloat16, 2 * FULL)):
-        x = on_card(M, N, dtype=dtype)
-        assert held_and_peak(lambda x=x: F.softmax(x, -1, dtype=torch.float32))[:2] == (FULL, peak)
-
-
-def test_softmax_backward_multiplies_into_a_full_temporary_and_log_softmax_does_not(card):
-    """cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output`."""
-    for function, temporary in ((F.softmax, FULL), (F.log_softmax, 0)):
-        x = on_card(M, N)
-        y, grad = function(x, -1), on_card(M, N, grad=False)
-        assert held_and_peak(lambda x=x, y=y, grad=grad: torch.autograd.grad(y, x, grad))[1] == FULL + temporary
-
-
 def test_rms_norm_of_two_dtypes_is_not_fused(card):
     """native/layer_norm.cpp, rms_norm_symint: only where weight and input have one dtype."""
     x, weight = on_card(M, N, dtype=torch.bfloat16), on_card(N)
     assert held_and_peak(lambda: F.rms_norm(x, (N,), weight))[0] > FULL + block(4 * M)
-
-
-def test_cross_entropy_keeps_log_probabilities_and_backward_makes_two_more(card):
-    """native/LossNLL.cpp: the loss and total_weight; backward: zeros like the input, then log_softmax's gradient."""
-    logits = on_card(M, N)
-    labels = torch.zeros(M, dtype=torch.int64, device="cuda")
-    held, peak, loss = held_and_peak(lambda: F.cross_entropy(logits, labels))
-    assert (held, peak) == (FULL + 2 * 512,) * 2
-    held, peak, _ = held_and_peak(lambda: torch.autograd.grad(loss, logits, torch.ones_like(loss)))
-    assert peak == 512 + 2 * FULL - 512  # loss's gradient; total_weight is released before log_softmax's
 
 
 # ---- attention
@@ -138,33 +113,6 @@ def test_cudnns_attention_is_left_out_where_the_environment_says_so(monkeypatch,
     with simulator("H100-80GB"):
         q = on_card(B, H, T, 64, dtype=bf16)
         assert name in _nodes(F.scaled_dot_product_attention(q, q, q))
-
-
-@pytest.mark.parametrize(
-    ("queries", "heads", "kv_heads", "S", "D", "dropout", "splits"),
-    [
-        (1, 32, 8, 700, 128, 0.0, 6),  # 8 heads of 4 rows, 6 blocks of 128 keys: each block apart
-        (1, 32, 32, 700, 128, 0.0, 6),  # 32 blocks of queries for 216 slots
-        (1, 48, 48, 8192, 128, 0.0, 4),  # 192 of 216 slots busy; with 9 parts 432 of 432, no 15 % more
-        (1, 32, 8, 8192, 128, 0.0, 22),  # 176 of 216; 23 parts would be as long as 22
-        (1, 32, 8, 256, 64, 0.0, 1),  # one block of 256 keys
-        (512, 32, 8, 512, 128, 0.0, 1),  # 256 blocks of queries: enough
-        (128, 8, 8, 128, 64, 0.1, 1),
-        (64, 8, 8, 1024, 64, 0.1, 1),  # not with dropout
-        (64, 8, 8, 1024, 64, 0.0, 4),
-    ],
-)  # fmt: skip
-def test_flash_splits_keys_where_queries_leave_multiprocessors_idle(
-    card, queries, heads, kv_heads, S, D, dropout, splits
-):
-    """flash_api.cpp, set_params_splitkv on 108 multiprocessors: output and log-sum-exp of each part, in fp32."""
-    q = on_card(1, heads, queries, D, dtype=torch.bfloat16, grad=False)
-    k = on_card(1, kv_heads, S, D, dtype=torch.bfloat16, grad=False)
-    run = lambda: F.scaled_dot_product_attention(q, k, k, dropout_p=dropout, enable_gqa=heads != kv_heads)  # noqa: E731
-    held, peak, _ = held_and_peak(run)
-    rows = heads * queries
-    parts = block(4 * splits * rows) + block(4 * splits * rows * D) if splits > 1 else 0
-    assert held == 2 * rows * D and peak == held + block(4 * rows) + 2 * 512 + parts
 
 
 @pytest.mark.parametrize(("gpu", "workspace"), [
@@ -342,15 +290,6 @@ def test_experts_train_in_every_dtype(gpu, precision):
     assert report.outcome == "fits"
     assert report.parts["weights"] == pytest.approx(weights, rel=0.01)
     assert report.phases["backward"] > 2 * weights
-
-
-@pytest.mark.parametrize(("gpu", "weights"), [("T4", "fp32"), ("T4", "fp16"), ("A100-80GB", "bf16")])
-def test_experts_generate(gpu, weights):
-    run = lab.Inference(batch=1, prompt_len=16, new_tokens=4, weights=weights, kv=weights)
-    report = lab.simulate(MIXTRAL, run, gpu)
-    width = 4 if weights == "fp32" else 2
-    assert report.outcome == "fits"
-    assert report.parts["weights"] == pytest.approx(width * lab.model(MIXTRAL).parameters, rel=0.01)
 
 
 def test_int8_says_that_it_assumes_no_outliers():

@@ -66,7 +66,6 @@ def assert_equals_transformers(spec) -> None:
     for one in spec.linears:
         linears[one.name, one.inputs, one.outputs, one.bias, one.part] += one.count
     assert linears == linear_modules(module)
-    assert spec.router_bias == sum(b.numel() for name, b in module.named_buffers() if "correction_bias" in name)
 
 
 @pytest.fixture

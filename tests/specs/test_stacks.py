@@ -169,7 +169,6 @@ def test_a_run_survives_json_pickle_and_replace(run):
         "torchtune", {"stack": lab.Torchtune(enable_activation_checkpointing=False, enable_activation_offloading=True)},
         ("enable_activation_offloading=True", "enable_activation_checkpointing"),
     ),
-    ("torchtune", {"stack": "torchtune:custom_sharded_layers=output"}, ("custom_sharded_layers", "tok_embeddings")),
     ("litgpt", {"tp": 2}, ("litgpt has no tp=2", "'torchtitan'")),
     ("litgpt", {"precision": "autocast-bf16"}, ("precision='autocast-bf16'", "not supported", "'bf16'")),
     ("litgpt", {"quantization": "nf4", "lora": lab.LoRA()}, ("quantization='nf4'", "not supported")),
@@ -289,16 +288,6 @@ def test_torchtunes_recipe_follows_the_run():
     lora = lab.LoRA(rank=8, targets=("q_proj",))
     assert lab.Training(lora=lora, stack="torchtune").checkpointing == "full"
     assert lab.Training(lora=lora, dp=8, stack="torchtune").checkpointing is None
-
-
-def test_torchtunes_head_and_embedding_are_units_of_their_own_where_its_config_says_so():
-    """custom_sharded_layers of its recipes: full fine-tuning has them, LoRA's configs do not."""
-    lora = lab.Training(stack="torchtune", lora=lab.LoRA())
-    full, adapters = lab.Training(stack="torchtune"), replace(lora, stack="torchtune:custom_sharded_layers=")
-    named = lab.Torchtune(custom_sharded_layers="tok_embeddings output")
-    assert named == lab.Torchtune(custom_sharded_layers=("tok_embeddings", "output"))
-    assert full.stack.own_head(full) and not lora.stack.own_head(lora)
-    assert named.own_head(lora) and not adapters.stack.own_head(full)
 
 
 def test_torchao_quantizes_whole_blocks_of_scales():

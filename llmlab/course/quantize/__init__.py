@@ -1,6 +1,6 @@
 """Quantization: number formats and algorithms, one file each. Importing it imports neither torch nor numpy.
 
-Formats    affine (int2 … int8), nf4, gguf (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K, MXFP4), fp8, mxfp4
+Formats    affine (int2 … int8), nf4, gguf (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K, MXFP4), fp8
 Algorithms rtn, gptq, awq, smoothquant, hqq, qat; int8 (products in int8, outlier features in floats), kv (the KV cache)
 Sizes      bits_per_weight, file_bytes
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .algorithms import hqq, qat, rtn, smoothquant
     from .algorithms.awq import awq
     from .algorithms.gptq import gptq
-    from .formats import affine, fp8, gguf, gguf_file, int8, kv, mxfp4, nf4
+    from .formats import affine, fp8, gguf, gguf_file, int8, kv, nf4
 
 __all__ = [
-    "affine", "awq", "bits_per_weight", "file_bytes", "fp8", "gguf", "gguf_file", "gptq", "hqq", "int8", "kv", "mxfp4",
+    "affine", "awq", "bits_per_weight", "file_bytes", "fp8", "gguf", "gguf_file", "gptq", "hqq", "int8", "kv",
     "nf4", "qat", "rtn", "smoothquant",
 ]  # fmt: skip
 

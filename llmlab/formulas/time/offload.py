@@ -1,10 +1,9 @@
-"""Seconds of a step whose optimizer states, or all of its parameters, are in the host's memory or on its drives.
+"""Seconds of a step whose optimizer states, or all of its parameters, are in the host's memory.
 
     step = micro-batches × (forward | weights up  +  backward | weights up | gradients down)  +  update | weights up
 
 Work between bars runs concurrently, and the slowest part counts. PCIe carries both directions at the same time. The
-CPUs of the host run Adam, which is limited by the host's memory bandwidth. States on a drive are read before the update
-and written after it.
+CPUs of the host run Adam, which is limited by the host's memory bandwidth.
 
     optimizer               gradients are copied during the backward pass, updated weights during the update
     optimizer+parameters    weights are copied for the forward pass and again for the backward pass
@@ -20,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...hardware.gpu import GPU
-from ...hardware.nodes import Drive, Host, adam_share, host_of, hosts, to_host, usual_host
+from ...hardware.nodes import Host, adam_share, host_of, hosts, to_host, usual_host
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ..memory.precision import PRECISION, state_bytes
@@ -36,20 +35,19 @@ class Crossing:
     up: int  # weights
     stepped: int  # parameters of this GPU's share
     stepped_bytes: int  # read and written by the update
-    state: int  # bytes of master copy and states, which a drive reads and writes
+    state: int  # bytes of master copy and states
 
 
 @dataclass(frozen=True)
 class OffloadedStep:
-    """Seconds of a step: of the GPU's passes, and of the whole step. `down`, `up`, `adam`, `drive`: all of it, whether
-    hidden or not."""
+    """Seconds of a step: of the GPU's passes, and of the whole step. `down`, `up`, `adam`: all of it, whether hidden or
+    not."""
 
     forward: float
     backward: float
     down: float
     up: float
     adam: float
-    drive: float
     seconds: float
 
     @property
@@ -108,15 +106,13 @@ def offloaded_step(
     computed: float,
     host: Host | None = None,
     gpus: int | None = None,
-    drive: Drive | None = None,
     pinned: bool = True,
 ) -> OffloadedStep:
     """Return the step of a run with offload, if its passes alone take `computed` seconds (`step.passes`).
 
-    `host` None is the host that the GPU is sold with; `gpus` GPUs share it (None: all of them). With a `drive`, the
-    states are stored there, and read and written sequentially, as DeepSpeed does by default (pipeline_read and
-    pipeline_write off). If memory is not `pinned`, copies are slower and hide behind nothing, because the CPU that
-    copies also launches the kernels. Raises NotAvailable if the tables contain no host or no PCIe for the GPU.
+    `host` None is the host that the GPU is sold with; `gpus` GPUs share it (None: all of them). If memory is not
+    `pinned`, copies are slower and hide behind nothing, because the CPU that copies also launches the kernels. Raises
+    NotAvailable if the tables contain no host or no PCIe for the GPU.
     """
     host = host or host_of(gpu)
     counted = flops(spec, run, gpu)
@@ -124,15 +120,13 @@ def offloaded_step(
     backward = computed - forward
     sent, rate = crossing(spec, run), to_host(gpu, pinned)
     down, up, adam = sent.down / rate, sent.up / rate, adam_seconds(sent.stepped_bytes, host, gpus)
-    share = (gpus or host.gpus) * sent.state
-    disk = share / drive.read + share / drive.write if drive else 0.0
     if not pinned:
-        seconds = computed + down + up + adam + disk
+        seconds = computed + down + up + adam
     elif run.offload == "optimizer+parameters":
-        seconds = max(forward, up / 2) + max(backward, up / 2, down) + adam + disk
+        seconds = max(forward, up / 2) + max(backward, up / 2, down) + adam
     else:
-        seconds = forward + max(backward, down) + max(adam + disk, up)
-    return OffloadedStep(forward, backward, down, up, adam, disk, seconds)
+        seconds = forward + max(backward, down) + max(adam, up)
+    return OffloadedStep(forward, backward, down, up, adam, seconds)
 
 
 class Waiting(NamedTuple):

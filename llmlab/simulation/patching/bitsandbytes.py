@@ -35,6 +35,7 @@ def fake_bitsandbytes(on_gpu: bool) -> Iterator[None]:
         }
         for owner, (is_quantized, place) in kinds.items():
             patch(owner, "__new__", _fake_parameters(owner, is_quantized, place))
+        patch(type(modules.Params4bit), "__instancecheck__", _instance_check(type(modules.Params4bit)))
         patch(bitsandbytes.functional, "optimizer_update_32bit", update)
         # The table of 8-bit values, which bitsandbytes creates once per process and keeps on the GPU.
         stack.enter_context(mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True))
@@ -66,7 +67,7 @@ def _fake_parameters(
         # accelerate calls `type(parameter)(data, **vars(parameter))` to create a parameter on "meta".
         return new(owner, data, *args, **{name: kwargs[name] for name in parameters.parameters if name in kwargs})
 
-    kind = type(owner.__name__, (FakeTensor,), {"to": to, "__new__": recreate})
+    kind = type(owner.__name__, (FakeTensor,), {"to": to, "__new__": recreate, "replaces": owner})
 
     def new(cls: type, data: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(data, FakeTensor):
@@ -85,6 +86,13 @@ def _fake_parameters(
         return parameter
 
     return new
+
+
+def _instance_check(metaclass: type) -> Callable[[type, Any], bool]:
+    """Return an __instancecheck__ for which a replacement is an instance of the class that it replaces, as Lightning
+    and peft ask."""
+    real: Any = metaclass.__instancecheck__
+    return lambda cls, value: real(cls, value) or getattr(type(value), "replaces", None) is cls
 
 
 def _with_unread_norm(update: Callable[..., None]) -> Callable[..., None]:

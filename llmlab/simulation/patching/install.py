@@ -39,6 +39,7 @@ from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api, cuda_autocast
 from .device_mode import Redirect
 from .flash_attn import fake_flash_attn, fake_fused_loss
+from .flash_attn_package import importable_flash_attn
 from .flex_attention import flex_attention_unfused
 from .imports import default_device, devices_found, on_import, swept
 from .patches import (
@@ -138,6 +139,7 @@ def as_cuda(gpu: SimulatedGPU, host: RealHost, world_size: int | None, rank: int
     checkpoints, redirect = Checkpoints(engine, gpu.kept_files), Redirect(engine, host)
     parameters = HostParameters(engine, checkpoints)
     with ExitStack() as stack:
+        stack.enter_context(importable_flash_attn(capability_of(gpu.gpu)))
         stack.enter_context(installed(gpu))
         stack.enter_context(parameters.patched())
         stack.enter_context(redirect.patched())

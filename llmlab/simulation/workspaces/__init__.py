@@ -2,15 +2,13 @@
 
 To add one:
 
-1. This command adds a function to copies.py, and an incomplete row to tests/simulation/test_workspace_table.py:
-
-       python tools/new_workspace.py aten.im2col --file copies --source cuda/Im2Col.cu
-
-2. Read the C++ file, and follow every at::empty, .contiguous(), .to() and allocate in order. In the function, yield the
-   bytes of each buffer, `FREE` where the operator frees the last one, and `OUTPUTS` where it allocates its outputs. The
+1. Read the C++ file, and follow every at::empty, .contiguous(), .to() and allocate in order. If the operator allocates
+   only its outputs, add it to none.py, in the entry of its C++ file.
+2. Otherwise write a function in the file of its kind, under `@workspace(aten.OPERATOR, source=FILE)`. Yield the bytes
+   of each buffer, `FREE` where the operator frees the last one, and `OUTPUTS` where it allocates its outputs. The
    operator's arguments are attributes of `op`.
-3. In the row, replace the arguments' names with tensors, and list the expected bytes, computed from their shapes.
-4. If the operator allocates only its outputs, remove both, and add it to none.py, in the entry of its C++ file.
+3. Add a row to tests/simulation/test_workspace_table.py: the operator, its arguments, and the expected bytes, computed
+   from their shapes.
 """
 
 from . import (  # noqa: F401

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 TuneOptimizer = Literal["AdamW", "AdamW8bit", "PagedAdamW8bit"]
 NF4_ELEMENTS = 64 * 256  # weights per block of scales in torchao's NF4Tensor (dtypes/nf4tensor.py)
-SHARDED_ALONE = {"tok_embeddings", "output"}  # modules of torchtune's model outside the blocks
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,9 +29,7 @@ class Torchtune(StackOptions):
     accumulated. If the run has optimizer="adamw" instead, AdamW steps after the backward pass.
     `num_output_chunks` is that of CEWithChunkedOutputLoss; 0 stands for torch's CrossEntropyLoss on logits that were
     cast to fp32. `packed`: several samples share a sequence, and each token has its position as an input.
-    `fsdp_reshard_after_forward` and `custom_sharded_layers` configure FSDP2 in the recipes for several devices. The
-    latter are FSDP2 units outside the blocks: () or ("tok_embeddings", "output"). None means both of these for full
-    fine-tuning, and () for LoRA.
+    `fsdp_reshard_after_forward` configures FSDP2 in the recipes for several devices.
     """
 
     name = "torchtune"
@@ -71,23 +68,16 @@ class Torchtune(StackOptions):
     num_output_chunks: int = 8
     packed: bool = False
     fsdp_reshard_after_forward: bool = True
-    custom_sharded_layers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_output_chunks:
             self._check_counts("num_output_chunks")
         super().__post_init__()
-        layers = self.custom_sharded_layers
-        if layers is None:
-            return
-        layers = tuple(layers.split() if isinstance(layers, str) else layers)
-        if layers and set(layers) != SHARDED_ALONE:
-            raise SpecError(f"custom_sharded_layers={layers!r} is neither () nor ('tok_embeddings', 'output')")
-        object.__setattr__(self, "custom_sharded_layers", layers)
 
     def own_head(self, run: Any) -> bool:
-        """Whether the head of `run` is an FSDP2 unit, and the embedding another; tied ones are not."""
-        return run.lora is None if self.custom_sharded_layers is None else bool(self.custom_sharded_layers)
+        """Whether the head of `run` is an FSDP2 unit, and the embedding another: custom_sharded_layers of the
+        configurations for full fine-tuning. Tied ones are not."""
+        return run.lora is None
 
     @property
     def keeps_head(self) -> bool:

@@ -77,10 +77,6 @@ def test_bf16_of_the_trainer_is_autocast_and_the_dtype_of_the_weights_decides_wh
     assert set(computed) == {torch.bfloat16}
 
 
-def test_the_two_16_bit_formats_meet_in_fp32():
-    assert torch.promote_types(torch.float16, torch.bfloat16) == torch.float32
-
-
 def test_fp16_weights_do_not_survive_adamw():
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -66,14 +66,6 @@ def test_requests_together_write_what_each_writes_alone(model: nn.Module, data: 
     assert not scheduler.pool.full
 
 
-def test_a_long_request_is_preempted_and_still_writes_its_text(model: nn.Module) -> None:
-    scheduler = Scheduler(model, blocks=6, block_size=4, max_batch=4)
-    requests = [scheduler.submit([i, 2, 3], 14) for i in range(3)]
-    scheduler.run()
-    assert sum(request.preempted for request in requests) > 0
-    assert [request.output for request in requests] == [alone(model, [i, 2, 3], 14) for i in range(3)]
-
-
 def test_equal_beginnings_are_held_once(model: nn.Module) -> None:
     scheduler = Scheduler(model, blocks=32, block_size=4)
     beginning = list(range(12))
@@ -183,38 +175,6 @@ def test_a_static_batch_waits_for_its_longest_request(model: nn.Module, batching
     assert scheduler.steps == steps
 
 
-def test_a_short_request_does_not_overtake_a_long_one(model: nn.Module) -> None:
-    """8 blocks of 4: one request has 4 of them, the next wants 5 and waits, the third would fit."""
-    scheduler = Scheduler(model, blocks=8, block_size=4)
-    first = scheduler.submit(list(range(13)), 3)
-    scheduler.step()
-    long, short = scheduler.submit(list(range(20, 36)), 2), scheduler.submit([1], 1)
-    scheduler.step()
-    assert (long.state, short.state) == ("waiting", "waiting")
-    scheduler.run()
-    assert [len(each.output) for each in (first, long, short)] == [3, 2, 1] and long.preempted == 0
-
-
-def test_a_request_that_fits_to_the_last_block_is_taken(model: nn.Module) -> None:
-    """8 blocks of 4: 13 tokens have 4 of them; 15 and the next one fill the other 4."""
-    scheduler = Scheduler(model, blocks=8, block_size=4)
-    scheduler.submit(list(range(13)), 3)
-    scheduler.step()
-    second = scheduler.submit(list(range(20, 35)), 1)
-    assert scheduler.step() == [second]
-    assert scheduler.submit([1] * 16, 16) and scheduler.run()  # 32 tokens are all 8
-
-
-def test_a_step_reads_no_more_prompt_tokens_than_the_chunk(model: nn.Module) -> None:
-    """Prompts of 3, 4 and 2, 5 a step: 3 + 2, then 2 + 2."""
-    scheduler = Scheduler(model, chunk=5)
-    requests = [scheduler.submit([i] * n, 4) for i, n in enumerate((3, 4, 2))]
-    scheduler.step()
-    assert [len(each.unread) for each in requests] == [1, 2, 2]
-    scheduler.step()
-    assert [len(each.output) for each in requests] == [2, 1, 1]
-
-
 def test_cancelling_frees_the_blocks_whatever_the_state(model: nn.Module) -> None:
     scheduler = Scheduler(model, max_batch=2)
     running, done, waiting = scheduler.submit([1, 2], 9), scheduler.submit([3], 1), scheduler.submit([4], 9)
@@ -225,40 +185,6 @@ def test_cancelling_frees_the_blocks_whatever_the_state(model: nn.Module) -> Non
     assert [each.state for each in (running, done, waiting)] == ["cancelled", "finished", "cancelled"]
     assert running.finished is not None and not scheduler.running and not scheduler.waiting
     assert len(scheduler.pool.free) == len(scheduler.pool.holders) and scheduler.run() == []
-
-
-def test_a_step_returns_all_that_finished_in_it(model: nn.Module) -> None:
-    scheduler = Scheduler(model)
-    requests = [scheduler.submit(torch.tensor([1, 2 + i]), 1) for i in range(3)]
-    assert scheduler.step() == requests
-    assert [type(token) for token in requests[0].prompt] == [int, int]  # whatever the prompt was a sequence of
-    assert [type(request.output[0]) for request in requests] == [int] * 3
-
-
-def test_of_several_the_last_one_gives_its_blocks_back(model: nn.Module) -> None:
-    scheduler = Scheduler(model, blocks=6, block_size=4)
-    requests = [scheduler.submit([i] * 4, 6) for i in range(3)]  # three blocks each at the end, nine in all
-    scheduler.run()
-    assert [request.preempted for request in requests] == [0, 0, 1]
-
-
-def test_a_prompt_that_was_preempted_before_it_was_read_waits(model: nn.Module) -> None:
-    """Three prompts of four blocks are let in where seven are free: the second finds too few, and the last two go."""
-    scheduler = Scheduler(model, blocks=7, block_size=4)
-    prompts = [[i] * 16 for i in range(3)]
-    requests = [scheduler.submit(prompt, 2) for prompt in prompts]
-    scheduler.step()
-    assert [request.state for request in requests] == ["running", "waiting", "waiting"]
-    scheduler.run()
-    assert [request.output for request in requests] == [alone(model, prompt, 2) for prompt in prompts]
-
-
-def test_requests_that_ask_the_same_at_the_same_moment_are_two(model: nn.Module) -> None:
-    scheduler = Scheduler(model)
-    first, second = scheduler.submit([1, 2], 3), scheduler.submit([1, 2], 3)
-    second.arrived = first.arrived
-    scheduler.cancel(second)
-    assert list(map(id, scheduler.waiting)) == [id(first)] and first.state == "waiting"
 
 
 def test_a_preempted_request_is_the_next_to_run_again_and_is_counted(model: nn.Module) -> None:

@@ -1,7 +1,4 @@
-"""Where Liger's kernels run in Triton's interpreter, ours agree: cross entropy, also fused with the linear, RoPE.
-
-And its models are Hugging Face's: a Llama that it patched has the same loss and the same gradients.
-"""
+"""Where Liger's kernels run in Triton's interpreter, ours agree: cross entropy, also fused with the linear, RoPE."""
 
 import sys
 
@@ -16,9 +13,6 @@ if sys.platform != "linux":
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 from liger_kernel.ops.rope import LigerRopeFunction
-from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama import modeling_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TARGETS = torch.tensor([3, -100, 0, 36, 5], device=DEVICE)
@@ -60,79 +54,3 @@ def test_rope():
 
 
 # ---------------------------------------------------------------- Hugging Face models
-
-# The interpreter hands a kernel's float arguments over as Python floats, which have no .to(): these two cannot run.
-RUNS_HERE = {} if DEVICE == "cuda" else {"rms_norm": False, "swiglu": False}
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIG = LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=131, max_position_embeddings=32)
-
-
-@pytest.fixture
-def unpatched(monkeypatch):
-    """Liger replaces names in transformers' module, for every Llama of the process: afterwards they are put back."""
-    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
-        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
-    monkeypatch.setattr(LlamaForCausalLM, "forward", LlamaForCausalLM.forward)
-
-
-def step(model, ids):
-    out = model(input_ids=ids, labels=ids)
-    out.loss.backward()
-    return out, torch.cat([weight.grad.flatten() for weight in model.parameters()])
-
-
-def plain_step():
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG).to(DEVICE).train()
-    ids = torch.randint(131, (2, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    return model, ids, *step(model, ids)
-
-
-def patch_class(state):
-    model = AutoLigerKernelForCausalLM.from_config(CONFIG, **RUNS_HERE).to(DEVICE)
-    model.load_state_dict(state)
-    return model
-
-
-def patch_instance(state):
-    model = LlamaForCausalLM(CONFIG).to(DEVICE)
-    model.load_state_dict(state)
-    apply_liger_kernel_to_llama(model=model, **RUNS_HERE)
-    return model
-
-
-@pytest.mark.parametrize("patch", [patch_class, patch_instance])
-def test_a_patched_llama_has_the_same_loss_and_gradients_and_no_logits(unpatched, patch):
-    model, ids, plain, gradients = plain_step()
-    patched = patch(model.state_dict()).train()
-    theirs, their_gradients = step(patched, ids)
-    torch.testing.assert_close(theirs.loss, plain.loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(their_gradients, gradients, rtol=1e-3, atol=1e-6)
-    assert plain.logits is not None and theirs.logits is None
-
-
-def test_evaluation_makes_the_logits_as_ever(unpatched):
-    """The loss is fused in training mode alone, so what Liger saves is not saved when a model is evaluated."""
-    model, ids, plain, _ = plain_step()
-    with torch.no_grad():
-        theirs = patch_class(model.state_dict()).eval()(input_ids=ids, labels=ids)
-    assert theirs.logits.shape == plain.logits.shape
-    torch.testing.assert_close(theirs.loss, plain.loss, rtol=1e-5, atol=0)
-
-
-def test_liger_has_no_tokenizer():
-    import liger_kernel.transformers
-
-    assert not hasattr(liger_kernel.transformers, "AutoTokenizer")
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="compiled, they run")
-@pytest.mark.parametrize("kernel", RUNS_HERE)
-def test_the_interpreter_cannot_run_kernels_with_float_arguments(unpatched, kernel):
-    """The chapter says so; the day that this fails, its flags can go."""
-    from triton.runtime.errors import InterpreterError
-
-    model = AutoLigerKernelForCausalLM.from_config(CONFIG, **{**RUNS_HERE, kernel: True}).train()
-    ids = torch.zeros(1, 3, dtype=torch.int64)
-    with pytest.raises(InterpreterError, match="'float' object has no attribute 'to'"):
-        model(input_ids=ids, labels=ids).loss.backward()

@@ -5,10 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmlab.base.errors import SpecError
 from llmlab.course.quantize.algorithms import smoothquant
 from llmlab.course.quantize.algorithms.hqq import hqq
-from llmlab.course.quantize.algorithms.rtn import layer_error, rtn
 from llmlab.course.quantize.formats import affine, int8
 
 
@@ -75,15 +73,6 @@ def test_the_best_clip_is_never_worse_than_none(seed, bits):
     whole = affine.quantize(weight, bits)
     error = [(q.dequantize() - weight).square().sum(dim=1) for q in (clipped, whole)]
     assert (error[0] <= error[1] * 1.0001).all()
-
-
-def test_clipping_pays_more_the_fewer_the_bits():
-    weight = normal(16, 256)
-    gain = {
-        bits: mean_error(weight, affine.quantize(weight, bits)) / mean_error(weight, clipped)
-        for bits, clipped in ((bits, affine.quantize(weight, bits, clip="mse")) for bits in (2, 4, 8))
-    }
-    assert gain[2] > gain[4] > gain[8] and gain[8] < 1.05
 
 
 def test_stochastic_rounding_is_right_on_average_and_worse_at_once():
@@ -155,16 +144,6 @@ def test_int8_products_are_bitsandbytes_own():
     assert ((ours - theirs).float().norm() / theirs.float().norm()) < 0.01
 
 
-def test_int8_products_against_fp16():
-    """LLM.int8() on inputs with outliers is as close to fp32 as its 8 bits allow: half a percent."""
-    x, weight = outlier_inputs().half(), normal(64, 128, seed=6).half()
-    codes, absmax = int8.quantize_rows(weight)
-    exact = x.float() @ weight.float().T
-    off = ((int8.linear_int8(x, codes, absmax).float() - exact).norm() / exact.norm()).item()
-    half = (((x @ weight.T).float() - exact).norm() / exact.norm()).item()
-    assert half < 3e-3 < off < 0.02  # half: a CPU may sum fp16 in fp32, or not
-
-
 # ---- SmoothQuant
 
 
@@ -202,43 +181,3 @@ def test_w8a8_is_the_product_of_both_rounded():
 
 
 # ---- what cannot be
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: affine.quantize(normal(4, 30), 4, "group", 16), "group=16 does not divide 30 columns"),
-        (lambda: affine.quantize(normal(4, 32), 4, "group"), "per='group' with group=None"),
-        (lambda: affine.quantize(normal(4, 32), 1), "bits=1"),
-        (lambda: affine.quantize(normal(4, 32), 9), "bits=9"),
-        (lambda: affine.quantize(normal(4, 32), clip=1.5), "clip=1.5"),
-        (lambda: affine.quantize(normal(32)), r"shape \(32,\) is not a matrix"),
-        (lambda: affine.quantize(torch.ones(4, 4, dtype=torch.int64)), "int64"),
-        (lambda: affine.quantize(normal(4, 4) / 0), "inf"),
-        (lambda: rtn(normal(4, 48), 4, 32), "group=32 does not divide 48"),
-        (lambda: layer_error(normal(4, 8), normal(4, 8), normal(5, 9)), "inputs of 9 features"),
-        (lambda: int8.quantize_rows(torch.full((1, 4), float("nan"))), "4 nan"),
-        (lambda: int8.linear_int8(normal(2, 8), *int8.quantize_rows(normal(3, 9))), "do not fit"),
-        (lambda: int8.outlier_columns(normal(2, 8), -1), "threshold=-1"),
-        (lambda: smoothquant.smoothing(normal(4, 8), normal(5, 8), 1.5), "alpha=1.5"),
-        (lambda: smoothquant.linear_w8a8(normal(4, 32), rtn(normal(4, 32), 8, 16)), "group's scale"),
-    ],
-)
-def test_bad_input_is_refused(call, says):
-    with pytest.raises(SpecError, match=says):
-        call()
-
-
-def test_all_zero_weights_quantize_to_zeros_and_lose_nothing():
-    weight = torch.zeros(4, 32)
-    for q in (affine.quantize(weight, 4), rtn(weight, 4, 16)):
-        assert not q.dequantize().any() and layer_error(weight, q, normal(5, 32)) == 0
-
-
-def test_the_input_is_left_alone():
-    weight, x = normal(8, 32), normal(16, 32, seed=1)
-    before = weight.clone(), x.clone()
-    affine.quantize(weight, 4, clip="mse")
-    smoothquant.smoothquant(weight, x)
-    int8.linear_int8(x, *int8.quantize_rows(weight), threshold=1.0)
-    assert torch.equal(weight, before[0]) and torch.equal(x, before[1])

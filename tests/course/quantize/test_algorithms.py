@@ -4,14 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from llmlab.base.errors import SpecError
 from llmlab.course import quantize
 from llmlab.course.quantize.algorithms.awq import column_scale
 from llmlab.course.quantize.algorithms.gptq import damped_hessian, inverse_factor
 from llmlab.course.quantize.algorithms.hqq import hqq
-from llmlab.course.quantize.algorithms.qat import FakeQuantize, QATLinear, fake_quantize
+from llmlab.course.quantize.algorithms.qat import FakeQuantize
 from llmlab.course.quantize.algorithms.rtn import layer_error, rtn
 
 
@@ -44,15 +43,6 @@ def test_gptq_is_the_direct_solution(gptq_direct, seed, bits, group, symmetric, 
     torch.testing.assert_close(ours.scale, direct.scale)
     single = quantize.gptq(weight, inputs, bits, group, symmetric=symmetric)  # float32, as the paper runs it
     assert layer_error(weight, single, inputs) == pytest.approx(layer_error(weight, direct, inputs), rel=0.1)
-
-
-@settings(max_examples=12)
-@given(seed=st.integers(0, 2**31), bits=st.sampled_from([2, 3, 4]), group=st.sampled_from([None, 16]))
-def test_gptq_loses_less_than_rounding(seed, bits, group):
-    weight, inputs = layer(seed=seed)
-    rounded = layer_error(weight, rtn(weight, bits, group), inputs)
-    assert error(quantize.gptq, weight, inputs, bits, group) < 0.9 * rounded
-    assert error(quantize.gptq, weight, inputs, bits, group, act_order=True) < 0.9 * rounded
 
 
 def test_act_order_helps_where_few_features_are_large():
@@ -156,62 +146,11 @@ def test_without_the_estimator_rounding_has_no_gradient():
     x = torch.linspace(-1, 1, 32, requires_grad=True)
     ((x / 0.125).round() * 0.125).sum().backward()
     assert not x.grad.any()
-    fake_quantize(x, 4).sum().backward()
+    FakeQuantize.apply(x, torch.tensor(0.25), torch.tensor(8.0), 4).sum().backward()
     assert (x.grad == 1).all()
 
 
-def test_training_through_the_rounding_beats_rounding_after():
-    """A network that has learned a function, rounded to 3 bits, and trained on as it was rounded."""
-    torch.manual_seed(0)
-    x = torch.rand(128, 2) * 4 - 2
-    y = torch.sin(2 * x[:, :1]) * torch.cos(x[:, 1:])
-    net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
-
-    def loss(model, steps=0):
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
-            optimizer.step()
-        return (model(x) - y).square().mean().item()
-
-    exact = loss(net, 200)
-    rounded = nn.Sequential(*[QATLinear(m, bits=3) if isinstance(m, nn.Linear) else m for m in net])
-    assert rounded[0].weight is net[0].weight, "the exact weights are what is trained"
-    after = loss(rounded)
-    assert exact < 0.1 * after and loss(rounded, 100) < 0.3 * after
-
-
 # ---- what cannot be
-
-
-BROKEN = [
-    (lambda w, x: (w, x[:, :-1]), "inputs of 63 features"),
-    (lambda w, x: (w.long(), x), "int64"),
-    (lambda w, x: (w[0], x), "not a matrix"),
-    (lambda w, x: (torch.where(w == w.max(), torch.nan, w), x), "weight holds 1 nan"),
-    (lambda w, x: (w, torch.where(x == x.max(), torch.inf, x)), "inputs holds 0 nan and 1 inf"),
-    (lambda w, x: (w, x * 0), "all 0"),
-    (lambda w, x: (w, x[:0]), "neither of them 0"),
-]
-
-
-@pytest.mark.parametrize("method", [quantize.gptq, quantize.awq])
-@pytest.mark.parametrize(("broken", "says"), BROKEN)
-def test_bad_input_is_refused_and_unchanged(method, broken, says):
-    weight, inputs = broken(*layer())
-    before = weight.clone(), inputs.clone()
-    with pytest.raises(SpecError, match=says):
-        method(weight, inputs, 4, 16)
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, (weight, inputs), strict=True))
-
-
-@pytest.mark.parametrize("method", [quantize.gptq, quantize.awq])
-@pytest.mark.parametrize(("bits", "group", "says"), [(4, 24, "group=24 does not divide 64"), (4, 0, "group=0"),
-                                                     (1, 16, "bits=1"), (4.0, 16, "bits=4.0")])  # fmt: skip
-def test_groups_that_do_not_divide_and_odd_bits_are_refused(method, bits, group, says):
-    with pytest.raises(SpecError, match=says):
-        method(*layer(), bits, group)
 
 
 def test_a_hessian_without_inverse_is_refused():
@@ -220,15 +159,6 @@ def test_a_hessian_without_inverse_is_refused():
         quantize.gptq(weight, inputs.round() * 0 + torch.eye(10, 64), 4, 16, damping=0.0)
     with pytest.raises(SpecError, match="damping=-1"):
         quantize.gptq(weight, inputs, 4, 16, damping=-1)
-
-
-@pytest.mark.parametrize("method", [quantize.gptq, quantize.awq])
-def test_all_zero_weights_stay_zero_and_inputs_are_left_alone(method):
-    weight, inputs = layer()
-    before = weight.clone(), inputs.clone()
-    method(weight, inputs.reshape(2, 100, 64), 4, 16)  # (batch, seq_len, features) are tokens too
-    assert torch.equal(weight, before[0]) and torch.equal(inputs, before[1])
-    assert not method(weight * 0, inputs, 4, 16).dequantize().any()
 
 
 def test_importing_the_package_imports_no_torch():

@@ -5,7 +5,7 @@ import torch
 
 from llmlab.base.errors import SpecError
 from llmlab.course import quantize
-from llmlab.course.quantize.algorithms import qat, smoothquant
+from llmlab.course.quantize.algorithms import smoothquant
 from llmlab.course.quantize.algorithms.hqq import hqq
 from llmlab.course.quantize.algorithms.rtn import rtn
 from llmlab.course.quantize.formats import affine, fp8, gguf, int8, kv, nf4
@@ -89,13 +89,10 @@ def test_good_weights_are_left_as_they_were(name):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: qat.fake_quantize(weight(), 4, 48), "group=48 does not divide 64"),
-        (lambda: qat.fake_quantize(weight(), 1), "bits=1"),
-        (lambda: qat.QATLinear(torch.nn.Linear(64, 8), 9), "bits=9"),
         (lambda: hqq(weight(), 4, 48), "group=48 does not divide 64"),
         (lambda: hqq(weight(), 2.5, 32), "bits=2.5"),
-        (lambda: kv.quantize_keys(torch.full((1, 1, 32, 8), float("nan"))), "256 nan"),
-        (lambda: kv.quantize_values(torch.zeros(1, 1, 4, 30)), "group=32 does not divide 30"),
+        (lambda: kv.rounded(torch.full((1, 1, 32, 8), float("nan")), "channel"), "256 nan"),
+        (lambda: kv.rounded(torch.zeros(1, 1, 4, 30), "token"), "group=32 does not divide 30"),
     ],
 )
 def test_other_settings_that_cannot_be(call, says):

@@ -93,17 +93,6 @@ def test_double_quantization_of_many_absmax_too():
     assert 0 < (nearest != nested).float().mean() < 0.01
 
 
-def test_double_quantization_saves_0_37_bits_a_weight():
-    """QLoRA, section 3: 32/64 bits become 8/64 + 32/(64 · 256)."""
-    from llmlab.course import quantize
-
-    saved = quantize.bits_per_weight("nf4") - quantize.bits_per_weight("nf4-double")
-    assert saved == pytest.approx(0.373, abs=5e-4)
-    codes, absmax = nf4.encode(torch.randn(2**20))
-    nested, outer, _ = nf4.double_encode(absmax)
-    assert 8 * (codes.nbytes + nested.nbytes + outer.nbytes) / 2**20 == quantize.bits_per_weight("nf4-double")
-
-
 def test_numpy_in_numpy_out_and_the_input_is_left_alone():
     x = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float16)
     before = x.copy()

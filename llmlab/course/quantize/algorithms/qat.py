@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..checks import check_bits, check_group
-from ..formats.affine import scale_and_zero, to_codes
+from ..formats.affine import to_codes
 
 
 class FakeQuantize(torch.autograd.Function):
@@ -28,29 +27,3 @@ class FakeQuantize(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (inside,) = ctx.saved_tensors
         return gradient * inside, None, None, None
-
-
-def fake_quantize(x: Tensor, bits: int = 4, group: int | None = None, symmetric: bool = True) -> Tensor:
-    """Return `x` (…, I) rounded to its codes' values, differentiable; `group` columns of a row share a scale.
-
-    The scale is computed from the values in every call, so almost nothing is clipped and the gradient is 1.
-    """
-    check_bits(bits)
-    runs = x.reshape(-1, check_group(group, x.shape[-1]))
-    scale, zero = scale_and_zero(runs.detach(), bits, symmetric)
-    return FakeQuantize.apply(runs, scale, zero, bits).reshape(x.shape)
-
-
-class QATLinear(nn.Linear):
-    """nn.Linear that multiplies by its rounded weight and trains the exact weight, in which small steps add up."""
-
-    def __init__(self, linear: nn.Linear, bits: int = 4, group: int | None = None, symmetric: bool = True) -> None:
-        """Share `linear`'s parameters: the same tensors, not copies."""
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        self.bits, self.group = check_bits(bits), check_group(group, linear.in_features)
-        self.symmetric = symmetric
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight = fake_quantize(self.weight, self.bits, self.group, self.symmetric)
-        return nn.functional.linear(input, weight, self.bias)

@@ -19,41 +19,24 @@ from torch import Tensor
 from ....base.errors import SpecError, unknown_name
 from ..checks import as_matrix
 
-
-@dataclass(frozen=True)
-class Float8:
-    """A layout of eight bits: sign, exponent, mantissa."""
-
-    mantissa: int  # bits
-    bias: int  # of the exponent; the smallest normal number is 2^(1 - bias)
-    largest: float
-
-
-# e4m3fn has no infinities and one NaN, 0x7f, so its top exponent is for numbers; e5m2 follows IEEE 754.
-KINDS = {"e4m3": Float8(3, 7, 448.0), "e5m2": Float8(2, 15, 57344.0)}
+KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def encode(kind: str, x: Tensor) -> Tensor:
     """Return the bytes (uint8) of `x`: any shape, finite floats; numbers that are too large become the largest."""
-    layout = _layout(kind)
+    dtype = _dtype(kind)
     if not torch.isfinite(x).all() or not x.is_floating_point():
         raise SpecError(f"{x.dtype} with {int((~torch.isfinite(x)).sum())} infinities or NaNs; give finite floats")
-    size = x.float().abs().clamp(max=layout.largest)
-    # frexp: size = m · 2^e with 0.5 <= m < 1, so the leading bit is worth 2^(e - 1); subnormals have the least exponent
-    exponent = (torch.frexp(size).exponent - 1).clamp(min=1 - layout.bias)
-    exponent[size == 0] = 1 - layout.bias  # for 0, frexp returns exponent 0
-    steps = torch.ldexp(size, layout.mantissa - exponent).round()  # whole steps; rounds half to even
-    # The sum as an integer: when rounding gives one step more than the mantissa can hold, it carries into the exponent.
-    bits = (exponent + layout.bias - 1) * 2**layout.mantissa + steps.int()
-    return (bits + 128 * torch.signbit(x).int()).to(torch.uint8)
+    largest = torch.finfo(dtype).max
+    return x.float().clamp(-largest, largest).to(dtype).view(torch.uint8)
 
 
 def decode(kind: str, codes: Tensor) -> Tensor:
     """Return the numbers in float32; e4m3's 0x7f is NaN, and e5m2's exponent of all ones is infinity or NaN."""
-    _layout(kind)
+    dtype = _dtype(kind)
     if codes.dtype != torch.uint8:
         raise SpecError(f"codes of {codes.dtype}; give uint8, as encode does")
-    return codes.view(torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2).float()
+    return codes.view(dtype).float()
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,7 @@ def quantize(weight: Tensor, kind: str = "e4m3", tile: str | tuple[int, int] = "
     `tile` is "tensor", "row", or (rows, columns). Raises UnknownName for another kind, SpecError for tiles that do not
     divide the matrix and for values that are not finite.
     """
-    layout, matrix = _layout(kind), as_matrix(weight).float()
+    dtype, matrix = _dtype(kind), as_matrix(weight).float()
     rows, columns = matrix.shape
     named = {"tensor": (rows, columns), "row": (1, columns)}
     size = named.get(tile) if isinstance(tile, str) else tile
@@ -86,13 +69,13 @@ def quantize(weight: Tensor, kind: str = "e4m3", tile: str | tuple[int, int] = "
         raise SpecError(f"tiles of {size[0]} × {size[1]} do not cover a matrix of {rows} × {columns}; give divisors")
     tiles = matrix.reshape(rows // size[0], size[0], columns // size[1], size[1])
     largest = tiles.abs().amax(dim=(1, 3))  # (tile rows, tile columns)
-    scale = torch.where(largest == 0, torch.ones_like(largest), largest / layout.largest)
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest / torch.finfo(dtype).max)
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     codes = encode(kind, (tiles / scale[:, None, :, None]).reshape(rows, columns))
     return Scaled(kind, codes, scale, size)
 
 
-def _layout(kind: str) -> Float8:
+def _dtype(kind: str) -> torch.dtype:
     if kind not in KINDS:
         raise unknown_name("FP8 kind", str(kind), list(KINDS), "It is one of e4m3, e5m2.")
     return KINDS[kind]

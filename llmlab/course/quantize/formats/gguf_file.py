@@ -1,4 +1,4 @@
-"""Reading and writing .gguf files with the `gguf` package; the blocks inside are encoded and decoded here.
+"""Reading and writing .gguf files with the `gguf` package.
 
 Layout (ggml/include/gguf.h, version 3), little-endian: "GGUF", version u32, tensors u64, metadata pairs u64; the pairs
 (key, type u32, value); for each tensor its name, dimensions (fastest first), kind u32 and offset u64; then, from the
@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ....base.errors import NotAvailable, SpecError
+from ....base.errors import SpecError
 from ....specs.gguf import fitting
 from ..checks import as_floats
 from . import gguf as formats
-
-try:
-    import gguf as package
-except ImportError:
-    raise NotAvailable("reading and writing .gguf files needs the gguf package: pip install gguf") from None
+from .gguf import package
 
 if TYPE_CHECKING:
     import torch

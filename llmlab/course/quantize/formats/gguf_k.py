@@ -1,4 +1,4 @@
-"""GGUF's K-quants: superblocks of 256 weights, whose sub-blocks' scales are themselves quantized.
+"""Encoders of GGUF's K-quants: superblocks of 256 weights, whose sub-blocks' scales are themselves quantized.
 
         bytes per superblock                                                   sub-blocks    weight
 Q4_K    d 2, dmin 2, 8 scales and 8 minima of 6 bit 12, 256 × 4 bit 128        8 × 32        d · s · q - dmin · m
@@ -16,9 +16,35 @@ from __future__ import annotations
 
 import numpy as np
 
-from .gguf_legacy import half, ratio, unhalf
+from ....base.errors import SpecError
 
 TINY = np.float32(1e-15)  # GROUP_MAX_EPS: a Q6_K sub-block whose largest magnitude is smaller becomes zeros
+
+
+def half(scale: np.ndarray) -> np.ndarray:
+    """Return (blocks, 2) bytes of `scale` (blocks, 1) in fp16; raises SpecError for a scale above 65504."""
+    short = scale.astype(np.float16)
+    if not np.isfinite(short).all():
+        raise SpecError(
+            f"a block's scale or minimum is {np.abs(scale).max():.4g}, and fp16 ends at 65504; rescale the weights"
+        )
+    return short.view(np.uint8)
+
+
+def unhalf(raw: np.ndarray) -> np.ndarray:
+    """Return (blocks, 1) float32 from (blocks, 2) bytes of fp16."""
+    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+
+
+def ratio(top: float, scale: np.ndarray) -> np.ndarray:
+    """Return top / scale, or 0 if that is infinite: a block of zeros, or of weights below 1e-37, gets code 0.
+
+    `scale` is in float32: ggml does not divide by the fp16 scale that it stores, so the codes do not depend on how the
+    scale is rounded.
+    """
+    with np.errstate(divide="ignore", over="ignore"):
+        steps = np.float32(top) / scale
+    return np.where(np.isfinite(steps), steps, np.float32(0))
 
 
 def in_order(values: np.ndarray) -> np.ndarray:
@@ -94,21 +120,6 @@ def pack_scales(s: np.ndarray, m: np.ndarray) -> np.ndarray:
     return np.concatenate([first, second, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4], axis=1).astype(np.uint8)
 
 
-def unpack_scales(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    first, second, nibbles = raw[:, :4], raw[:, 4:8], raw[:, 8:]
-    s = np.concatenate([first & 63, nibbles & 15 | first >> 6 << 4], axis=1)
-    m = np.concatenate([second & 63, nibbles >> 4 | second >> 6 << 4], axis=1)
-    return s.astype(np.float32), m.astype(np.float32)
-
-
-def decode_q4_k(raw: np.ndarray) -> np.ndarray:
-    s, m = unpack_scales(raw[:, 4:16])
-    step, offset = (unhalf(raw[:, :2]) * s)[..., None], (unhalf(raw[:, 2:4]) * m)[..., None]
-    nibbles = raw[:, 16:].reshape(-1, 4, 1, 32)
-    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(-1, 8, 32)
-    return (step * codes.astype(np.float32) - offset).reshape(-1, 256)
-
-
 def search_scale(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return codes 0 … 63 and signed scales with x ≈ scale · (code - 32), for sub-blocks x (B, 16, 16).
 
@@ -152,12 +163,3 @@ def encode_q6_k(x: np.ndarray) -> np.ndarray:
     low = np.concatenate([q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4], axis=2)
     high = q[:, :, 0] >> 4 | q[:, :, 1] >> 4 << 2 | q[:, :, 2] >> 4 << 4 | q[:, :, 3] >> 4 << 6
     return np.concatenate([low.reshape(-1, 128), high.reshape(-1, 64), s.view(np.uint8), d], axis=1)
-
-
-def decode_q6_k(raw: np.ndarray) -> np.ndarray:
-    low, high = raw[:, :128].reshape(-1, 2, 1, 64), raw[:, 128:192].reshape(-1, 2, 1, 32)
-    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
-    high = high >> np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1) & 3
-    codes = (low | high << 4).reshape(-1, 16, 16).astype(np.float32) - 32
-    scales = unhalf(raw[:, 208:]) * raw[:, 192:208].view(np.int8).astype(np.float32)
-    return (scales[..., None] * codes).reshape(-1, 256)

@@ -17,7 +17,7 @@ from ....base.errors import SpecError
 from ....specs.gguf import MIXES, stored
 from ....specs.model import ModelSpec
 from . import gguf_file
-from .gguf_file import package
+from .gguf import package
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,7 +10,6 @@ Shapes: cache (B, H, T, d): batch, kv heads, tokens, head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,55 +18,16 @@ from torch import Tensor
 from ....base.errors import SpecError, check_counts
 from ..checks import check_bits
 from . import affine
-from .affine import Quantized
 
 Per = Literal["channel", "token"]
 
 
-@dataclass(frozen=True)
-class QuantizedCache:
-    """Keys or values in few bits, and in full precision the last tokens, which do not fill a group yet."""
+def rounded(cache: Tensor, per: Per, bits: int = 2, group: int = 32) -> Tensor:
+    """Return `cache` (B, H, T, d), keys or values, as it is restored from `bits` bits with scales per channel or token.
 
-    quantized: Quantized | None
-    recent: Tensor  # (B, H, R, d)
-    shape: tuple[int, ...]  # (B, H, T, d) of all tokens, the R recent ones included
-    per: Per
-
-    def dequantize(self) -> Tensor:
-        """Return (B, H, T, d) in the original dtype."""
-        if self.quantized is None:
-            return self.recent
-        batch, heads, tokens, width = self.shape
-        old = tokens - self.recent.shape[2]
-        restored = self.quantized.dequantize().to(self.recent.dtype)
-        if self.per == "channel":
-            restored = restored.reshape(batch, heads, width, old).transpose(2, 3)
-        return torch.cat([restored.reshape(batch, heads, old, width), self.recent], dim=2)
-
-    @property
-    def bytes(self) -> int:
-        """Its bytes with packed codes; scales and zeros (stored as minima) take 2 bytes each."""
-        packed = 0
-        if self.quantized is not None:
-            packed = -(-self.quantized.codes.numel() * self.quantized.bits // 8) + 4 * self.quantized.scale.numel()
-        return packed + self.recent.numel() * self.recent.element_size()
-
-
-def quantize_keys(keys: Tensor, bits: int = 2, group: int = 32) -> QuantizedCache:
-    """Quantize `keys` (B, H, T, d) with a scale for each `group` tokens of a channel; the last T mod `group` stay."""
-    return quantize_cache(keys, "channel", bits, group)
-
-
-def quantize_values(values: Tensor, bits: int = 2, group: int = 32) -> QuantizedCache:
-    """Quantize `values` (B, H, T, d) with a scale for each `group` channels of a token."""
-    return quantize_cache(values, "token", bits, group)
-
-
-def quantize_cache(cache: Tensor, per: Per, bits: int = 2, group: int = 32) -> QuantizedCache:
-    """Quantize `cache` (B, H, T, d), keys or values, with scales per channel or per token.
-
-    Raises SpecError for other shapes, a group that does not divide the head dimension (per token), and values that are
-    not finite.
+    Per channel, `group` tokens share a scale, and the last T mod `group` tokens stay exact; per token, `group` channels
+    do. Raises SpecError for other shapes, a group that does not divide the head dimension (per token), and values that
+    are not finite.
     """
     if cache.ndim != 4 or not cache.numel():
         raise SpecError(f"a cache of shape {tuple(cache.shape)} is not (batch, kv heads, tokens, head dimension)")
@@ -77,13 +37,13 @@ def quantize_cache(cache: Tensor, per: Per, bits: int = 2, group: int = 32) -> Q
     check_bits(bits)
     tokens = cache.shape[2]
     old = tokens if per == "token" else tokens - tokens % group
-    recent = cache[:, :, old:].clone()
+    if not old:
+        return cache.clone()
     rows = cache[:, :, :old] if per == "token" else cache[:, :, :old].transpose(2, 3)
-    quantized = None
-    if old:
-        matrix = rows.reshape(-1, rows.shape[-1])
-        quantized = affine.quantize(matrix, bits, "group", group, symmetric=False)
-    return QuantizedCache(quantized, recent, tuple(cache.shape), per)
+    quantized = affine.quantize(rows.reshape(-1, rows.shape[-1]), bits, "group", group, symmetric=False)
+    restored = quantized.dequantize().to(cache.dtype).reshape(rows.shape)
+    restored = restored if per == "token" else restored.transpose(2, 3)
+    return torch.cat([restored, cache[:, :, old:]], dim=2)
 
 
 def attend_quantized(bits: int = 2, group: int = 32, keys: Per = "channel") -> Callable[..., Tensor]:
@@ -96,7 +56,7 @@ def attend_quantized(bits: int = 2, group: int = 32, keys: Per = "channel") -> C
     def attend_rounded(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: str = "sdpa", dropout: float = 0.0
     ) -> Tensor:
-        k, v = quantize_cache(k, keys, bits, group).dequantize(), quantize_values(v, bits, group).dequantize()
+        k, v = rounded(k, keys, bits, group), rounded(v, "token", bits, group)
         return attend(q, k, v, mask, kind, dropout)
 
     return attend_rounded

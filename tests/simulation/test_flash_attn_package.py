@@ -1,0 +1,116 @@
+"""A script that imports flash-attn on a simulated GPU, where the package is not installed.
+
+Allocations are those of the package's 2.8.4: flash_attn_interface.py, layers/rotary.py, ops/triton/layer_norm.py and
+losses/cross_entropy.py.
+"""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+import llmlab as lab
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+B, T, H, D = 2, 128, 4, 64
+HALF = torch.bfloat16
+SMS = 108  # of an A100
+
+
+def grown(card, function):
+    """Return the result of a call, the bytes that stay allocated and the highest additional bytes during it."""
+    held = card.allocated
+    card.reset_peak()
+    result = function()
+    return result, card.allocated - held, card.peak_allocated - held
+
+
+@pytest.mark.parametrize("packed", [1, 2])
+def test_a_packed_gradient_is_one_tensor_of_the_same_bytes(packed):
+    with lab.simulator("A100-40GB") as card:
+        import flash_attn
+
+        functions = {1: flash_attn.flash_attn_qkvpacked_func, 2: flash_attn.flash_attn_kvpacked_func}
+        shapes = {1: [(B, T, 3, H, D)], 2: [(B, T, H, D), (B, T, 2, H, D)]}
+        given = [torch.randn(s, dtype=HALF, device="cuda", requires_grad=True) for s in shapes[packed]]
+        out, kept, _ = grown(card, lambda: functions[packed](*given, causal=True))
+        assert out.shape == (B, T, H, D) and kept == out.nbytes + 4 * B * H * T + 512
+        grad = torch.empty_like(out)
+        made, kept, most = grown(card, lambda: torch.autograd.grad(out, given, grad))
+        inputs, freed = sum(each.nbytes for each in given), 4 * B * H * T + 512
+        assert [each.shape for each in made] == [each.shape for each in given] and kept == inputs - freed
+        assert most == inputs + 4 * B * H * T + 4 * B * H * T * D
+
+
+def test_packed_sequences_without_padding():
+    with lab.simulator("A100-40GB"):
+        from flash_attn import flash_attn_varlen_qkvpacked_func
+        from flash_attn.bert_padding import pad_input, unpad_input
+
+        mask = torch.ones(B, T, dtype=torch.int64)
+        mask[0, 100:] = 0
+        hidden = torch.randn(B, T, 3 * H * D, dtype=HALF, device="cuda", requires_grad=True)
+        tokens, indices, starts, longest, lengths = unpad_input(hidden, mask.cuda())
+        assert tokens.shape == (100 + T, 3 * H * D) and longest == T and lengths.shape == (B,)
+        out = flash_attn_varlen_qkvpacked_func(tokens.view(-1, 3, H, D), starts, longest)
+        padded = pad_input(out.flatten(1), indices, B, T)
+        assert padded.shape == (B, T, H * D)
+        padded.sum().backward()
+        assert hidden.grad.shape == hidden.shape
+
+
+def test_rotary_embeddings_allocate_their_result_unless_they_are_in_place():
+    with lab.simulator("A100-40GB") as card:
+        from flash_attn.layers import rotary
+
+        x = torch.randn(B, T, H, D, dtype=HALF, device="cuda", requires_grad=True)
+        angles = torch.randn(T, D // 2, dtype=HALF, device="cuda")
+        out, kept, _ = grown(card, lambda: rotary.apply_rotary_emb(x, angles, angles))
+        assert out.shape == x.shape and kept == x.nbytes
+        qkv = torch.randn(B, T, 3, H, D, dtype=HALF, device="cuda", requires_grad=True).mul(1)
+        out, kept, _ = grown(card, lambda: rotary.apply_rotary_emb_qkv_(qkv, angles, angles))
+        assert out.data_ptr() == qkv.data_ptr() and kept == 0
+        (made,), kept, _ = grown(card, lambda: torch.autograd.grad(out, qkv, torch.empty_like(out)))
+        assert kept == made.nbytes  # the gradient that was given is the one that returns
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_norms_keep_a_statistic_a_row_and_sum_the_weights_gradient_in_parts(residual):
+    with lab.simulator("A100-40GB") as card:
+        from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+        x, before = (torch.randn(B, T, H * D, dtype=HALF, device="cuda", requires_grad=True) for _ in range(2))
+        weight = torch.ones(H * D, dtype=HALF, device="cuda", requires_grad=True)
+        named = {"residual": before, "prenorm": True} if residual else {}
+        out, kept, _ = grown(card, lambda: layer_norm_fn(x, weight, None, is_rms_norm=True, **named))
+        assert kept == (2 if residual else 1) * x.nbytes + 4 * B * T
+        outputs = out if residual else (out,)
+        grads = [torch.empty_like(each) for each in outputs]
+        wanted = (x, weight, before) if residual else (x, weight)
+        made, kept, most = grown(card, lambda: torch.autograd.grad(outputs, wanted, grads))
+        assert kept == x.nbytes + weight.nbytes - 4 * B * T  # the gradient of the residual is that of x
+        assert most >= x.nbytes + 8 * SMS * H * D * 4 and len(made) == len(wanted)
+
+
+def test_the_loss_can_write_its_gradient_over_the_logits():
+    with lab.simulator("A100-40GB") as card:
+        from flash_attn.losses.cross_entropy import CrossEntropyLoss
+
+        labels = torch.zeros(64, dtype=torch.int64, device="cuda")
+        most = {}
+        for in_place in (False, True):
+            logits = torch.randn(64, 1 << 14, dtype=HALF, device="cuda", requires_grad=True).mul(2)
+            loss = CrossEntropyLoss(inplace_backward=in_place)(logits, labels)
+            _, _, most[in_place] = grown(card, loss.backward)
+        assert most[False] - most[True] == logits.nbytes
+
+
+def test_the_modules_are_gone_after_the_block_and_others_are_not_found():
+    with lab.simulator("A100-40GB"):
+        import flash_attn.layers.rotary  # noqa: F401
+
+        with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.modules"):
+            import flash_attn.modules.mha  # noqa: F401
+    assert importlib.util.find_spec("flash_attn") is None
+    assert not [name for name in sys.modules if name.startswith("flash_attn")]
