@@ -53,20 +53,19 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     comes from `llmlab.formulas.time.distributed` with `cluster`. None means the GPU's usual nodes, which a note names;
     the interval then also covers nodes with a quarter of their network adapters.
 
-    For a family without written formulas, and for a model with both dense layers and layers with experts, memory and
-    time of a training step are derived from the code of transformers, as in `explain`. If that is not possible, for
-    example without torch, the estimate is that of a plain transformer of the same sizes, with a wider margin. A note
-    says which of the two it is.
+    For a family without written formulas, and for Gemma 2, Phi-3 and models with experts, memory and time of a training
+    step are derived from the code of transformers, as in `explain`. If that is not possible, for example without torch,
+    the estimate is that of the written formulas, or, if there are none, of a plain transformer of the same sizes, with
+    a wider margin. A note says that formulas were derived, or that the estimate is that of a plain transformer.
     Raises SpecError for an impossible run and UnknownName for an unknown model or GPU.
     """
     from .formulas.report import estimated
     from .simulation.deriving import trace_of
-    from .specs.check import has_formulas
+    from .specs.check import is_derived
 
     spec = find_model(model)
-    if gpu is not None and not has_formulas(spec, run):
-        trace_of(spec, run, gpu)
-    return _assuming(_with_generation(estimated(spec, run, gpu, cluster), spec, run, gpu), spec, run, gpu)
+    trace = trace_of(spec, run, gpu) if gpu is not None and is_derived(spec, run) else None
+    return _assuming(_with_generation(estimated(spec, run, gpu, cluster, trace), spec, run, gpu), spec, run, gpu)
 
 
 def serve(

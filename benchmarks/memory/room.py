@@ -24,7 +24,7 @@ from benchmarks.memory import room_draws
 from benchmarks.plans import plans
 from benchmarks.provenance import provenance, table, titled_table, write
 from llmlab.formulas.memory.moments import training_moments
-from llmlab.formulas.report import assessed
+from llmlab.formulas.report import assessed, estimated
 from llmlab.formulas.verdict import DRAWN, GENERATION, MEGATRON, OTHER, Kind, kind, verdict
 from llmlab.hardware.gpu import GPU
 from llmlab.specs.model import ModelSpec
@@ -89,7 +89,7 @@ def by_kind() -> dict[Kind, list[Ratios]]:
     ratios_of: dict[Kind, list[Ratios]] = {sort: [] for sort in DRAWN}
     for row in room_draws.rows():
         spec, run, card = lab.model(row.draw.model), row.draw.run, lab.gpu(row.draw.gpu)
-        estimate = lab.estimate(spec, run, card).peak_allocated
+        estimate = estimated(spec, run, card).peak_allocated
         assert estimate is not None
         threads = row.threads / estimate if row.threads else None
         ratios = Ratios(row.number, row.least / estimate, threads, row.expandable / row.allocated,

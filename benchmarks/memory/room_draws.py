@@ -23,6 +23,7 @@ import llmlab as lab
 from benchmarks.memory.load_orders import Requests, requests_of
 from benchmarks.memory.past_releases import read_ahead
 from llmlab.base.units import MiB
+from llmlab.formulas.report import estimated
 from llmlab.simulation.allocator.config import AllocatorConfig
 from llmlab.specs.model import ModelSpec
 from llmlab.specs.run import Inference, Run, Training
@@ -99,7 +100,7 @@ def drawn(number: int) -> Draw | None:
         card = random.choice(GPUS)
         try:
             run = _sized(random, spec, options)
-            peak = lab.estimate(spec, run, card).peak_allocated
+            peak = estimated(spec, run, card).peak_allocated
         except lab.SpecError:
             continue
         if peak and 0.5 <= peak / lab.gpu(card).memory <= 1:

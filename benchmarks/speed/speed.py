@@ -26,7 +26,7 @@ from llmlab import estimate
 from llmlab.base.errors import SpecError
 from llmlab.base.tables import Table, show
 from llmlab.hardware.gpu import GPU, gpus
-from llmlab.specs.check import check
+from llmlab.specs.check import check, is_derived
 from llmlab.specs.model import ModelSpec, model, models
 from llmlab.specs.run import Inference, LoRA, Training
 
@@ -77,7 +77,7 @@ RUNS = (
 def cases(count: int) -> list[tuple[ModelSpec, Training | Inference, GPU]]:
     """Return `count` mixes of preset, run and card, without those that `check` refuses: of more so many at equal
     distances, of fewer all in a cycle."""
-    specs = [spec for spec in map(model, models()) if spec.has_formulas]
+    specs = [spec for spec in map(model, models()) if not is_derived(spec, RUNS[0])]
     mixes = []
     for spec, run, card in itertools.product(specs, RUNS, gpus()):
         try:

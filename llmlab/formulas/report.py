@@ -17,7 +17,6 @@ from ..specs.check import check, has_formulas
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
-from ..traces.store import find, has_trace
 from ..traces.trace import LOADED, Trace
 from .inference import inference_moments
 from .memory.moments import Moment
@@ -39,23 +38,23 @@ PAGED_STATES = Note(
 )
 
 
-def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None) -> Report:
+def estimated(
+    model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None, trace: Trace | None = None
+) -> Report:
     """Return the report of `llmlab.estimate`."""
-    return assessed(model, run, gpu, cluster)[0]
+    return assessed(model, run, gpu, cluster, trace)[0]
 
 
 def assessed(
-    model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None
+    model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None, trace: Trace | None = None
 ) -> tuple[Report, Verdict]:
-    """Return the report of `llmlab.estimate`, and the verdict on the fullest pipeline stage."""
+    """Return the report of `llmlab.estimate`, and the verdict on the fullest pipeline stage: by the formulas of
+    `trace`, the run's own, or without one by the written ones."""
     spec = find_model(model)
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
     run = check(spec, run, card)
-    trace, memory = None, None
-    if card and not has_formulas(spec, run) and has_trace(run) and (trace := find(spec, run, card)):
-        memory = _traced(trace, run)
-    memory = memory or _memory(spec, run, card, cpu)
+    memory = _traced(trace, run) if trace and isinstance(run, Training) else _memory(spec, run, card, cpu)
     peaks, peak = memory.peaks, memory.peak
     sort, fit = kind(spec, run, peak), Verdict("unknown", 0, 0)
     if card:
@@ -90,7 +89,7 @@ def assessed(
         mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
-            *(() if has_formulas(spec, run) else (_origin(spec, trace, traced),)),
+            *_origin(spec, run, trace, traced),
             *_notes(spec, run, card, peaks, sort, fit, time.notes),
         ),
     )
@@ -172,19 +171,22 @@ def _durations(spec: ModelSpec, run: Training, gpu: GPU, trace: Trace) -> Traced
     return both[0].extrapolated(both[1], trace.groups).traced
 
 
-def _origin(spec: ModelSpec, trace: Trace | None, traced: Traced | None) -> Note:
-    """Return the note on the source of an estimate for a step without formulas."""
+def _origin(spec: ModelSpec, run: Run, trace: Trace | None, traced: Traced | None) -> Iterator[Note]:
+    """Yield the note on the source of an estimate that is not of written formulas alone."""
     plain = f"a plain transformer with the sizes of {spec.name}, with a wider margin"
+    real = "`llmlab simulate` runs the real class"
     if trace:
         code = f"derived from the code of {spec.family} in transformers"
-        if traced:
-            return Note("derived", f"Memory and time are {code}.")
-        return Note("derived-memory", f"The memory is {code}; the time is that of {plain}.")
-    real = "`llmlab simulate` runs the real class"
-    if spec.has_formulas:
+        time = f"the time is that of {plain}" if not spec.has_formulas else "the time is that of hand-written formulas"
+        yield Note("derived", f"Memory and time are {code}.") if traced else Note(
+            "derived-memory", f"The memory is {code}; {time}."
+        )
+    elif not spec.has_formulas:
+        no = f"{spec.family} has no formulas here. The estimate is that of {plain}; {real}."
+        yield Note("plain-transformer", no)
+    elif not has_formulas(spec, run):
         average = f"The formulas count all layers of {spec.name} as layers of average size"
-        return Note("plain-transformer", f"{average}, with a wider margin; {real}.")
-    return Note("plain-transformer", f"{spec.family} has no formulas here. The estimate is that of {plain}; {real}.")
+        yield Note("plain-transformer", f"{average}, with a wider margin; {real}.")
 
 
 def _summed(stages: list[list[Moment]], activations: dict[str, int]) -> _Memory:

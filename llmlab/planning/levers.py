@@ -140,9 +140,8 @@ def derived(
     spec: ModelSpec, run: Run, device: GPU | str | None, cluster: Cluster | None = None
 ) -> tuple[Report, Verdict]:
     """Return `assessed`; for a step without written formulas, they are derived first."""
-    if device is not None and not has_formulas(spec, run):
-        trace_of(spec, run, device)
-    return assessed(spec, run, device, cluster)
+    trace = trace_of(spec, run, device) if device is not None and not has_formulas(spec, run) else None
+    return assessed(spec, run, device, cluster, trace)
 
 
 def _lever(

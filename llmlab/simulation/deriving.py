@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from ..base.errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
-from ..specs.check import check
+from ..specs.check import check, has_formulas
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training
 from ..traces.store import find, has_trace, keep
@@ -39,7 +39,8 @@ def trace_of(spec: ModelSpec, run: Run, gpu: GPU | str) -> Trace | None:
         trace = derived(spec, run, gpu)
     except NotAvailable as error:
         _without.add(key)
-        print(f"{error}. The estimate is that of a plain transformer.", file=sys.stderr)
+        if not has_formulas(spec, run):
+            print(f"{error}. The estimate is that of a plain transformer.", file=sys.stderr)
         return None
     keep(spec, run, gpu, trace)
     return trace

@@ -5,6 +5,8 @@ bytes of each request, and the numbers of each operator, at these points determi
 that has too few such points is simulated at its own sizes alone, and its trace has constants. One more simulation has
 one more group of layers. Each further group adds the difference between the same moments of both depths, and the
 difference between their times. The trace must then reproduce the peaks of all these simulations.
+
+Of many micro-batches, `FEW` are simulated. One more simulation shows which operators each further one adds.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from .depth import Depth, depth_of, with_layers
 from .report import ROOMY, recorded
 
 IN_FLIGHT = 2  # groups whose weights FSDP has gathered, or whose gradients it has not reduced yet
+FEW = 2  # the second micro-batch adds its gradients to those of the first, and so do all others
 APART = 0.015  # the largest relative difference allowed between the peaks of a trace and of its simulations
 
 
@@ -83,30 +86,46 @@ def derived(spec: ModelSpec, run: Training, gpu: GPU) -> Trace:
     raise AssertionError("the step's own sizes are a point")
 
 
-def _derived(spec: ModelSpec, run: Training, gpu: GPU, at: Sequence[tuple[int, int]], fixed: int) -> Trace:
-    depth = depth_of(spec)
+def _derived(spec: ModelSpec, whole: Training, gpu: GPU, at: Sequence[tuple[int, int]], fixed: int) -> Trace:
+    depth, run = depth_of(spec), replace(whole, accumulation=min(FEW, whole.accumulation))
     if run.world_size > 1:
         depth = depth.begun_after(IN_FLIGHT)
     numbers: dict[Term, int] = {}
-    shallow = deep = _traced(with_layers(spec, depth.least) if depth.period else spec, run, gpu, at, numbers)
+    few = with_layers(spec, depth.least) if depth.period else spec
+    shallow = deep = _traced(few, run, gpu, at, numbers)
     peaks = [(0, point, step.peak) for point, step in zip(at, shallow.steps, strict=True)]
     operators = _kernels(shallow.steps, at)
+    # At this point the fewest requests and operators are equal, so they identify those of other steps.
+    same, sizes = max(zip(shallow.steps, at, strict=True), key=lambda pair: _different(pair[0]))
+    run = replace(run, micro_batch=sizes[0], seq_len=sizes[1])
+    depths = [(few, same.operators)]
     if depth.period:
         more = with_layers(spec, depth.least + depth.period)
-        # At this point the fewest formulas have equal values, and their values identify the deeper step's operators.
-        sizes = max(at, key=lambda sizes: len({formula.at(*sizes) for formula in operators.formulas}))
-        step = _step(more, replace(run, micro_batch=sizes[0], seq_len=sizes[1]), gpu)
-        requests = shallow.steps[at.index(sizes)].requests
-        terms = _terms_like(shallow.terms, requests, step)
+        step = _step(more, run, gpu)
+        terms = _terms_like(shallow.terms, same.requests, step)
         deep = _Traced(_moments(step, terms, numbers), terms)
         peaks.append((1, sizes, step.peak))
-        operators = _deeper(operators, step.operators, sizes)
+        operators = _deeper(operators, same.operators, step.operators)
+        depths.append((more, step.operators))
+    if whole.accumulation > FEW and operators.formulas:
+        orders, known = [], operators
+        for (model, before), order in zip(depths, operators[1:], strict=False):
+            after = _step(model, replace(run, accumulation=FEW + 1), gpu).operators
+            known = _deeper(known, same.operators, after)
+            start, end = _inserted(before, after)
+            orders.append(order[:start] + known.deep[start:end] * (whole.accumulation - FEW) + order[start:])
+        operators = KernelTrace(known.formulas, orders[0], orders[-1])
     trace = replace(_joined(depth, shallow, deep, [*numbers]), fixed=fixed, kernels=operators)
     for groups, point, peak in peaks:
         total = max(trace.totals(*point, groups=groups))
         if abs(total / peak - 1) > APART:
             raise Untraceable(f"the formulas of {spec.name} give {total:,} bytes where a simulation has {peak:,}")
     return trace
+
+
+def _different(step: _Step) -> int:
+    """Return the number of different requests and operators of a step."""
+    return len({(request.size, request.operator) for request in step.requests}) + len({*step.operators})
 
 
 def _terms_like(known: Sequence[Term], requests: Sequence[_Request], step: _Step) -> list[Term]:
@@ -204,29 +223,40 @@ def _kernels(steps: Sequence[_Step], at: Sequence[tuple[int, int]]) -> KernelTra
     return KernelTrace(tuple(numbers), tuple(order), tuple(order))
 
 
-def _deeper(shallow: KernelTrace, operators: Sequence[Kernel], at: tuple[int, int]) -> KernelTrace:
-    """Return `shallow` with the `operators` of a deeper step. Each has the formula whose numbers at `at` are the same;
-    if there are several, one that also follows the previous operator in the shallower step. If there is none, because
-    no polynomial has the bytes, it has one with the same shape and FLOP. An operator that has no such formula either,
-    such as an update of a list of all parameters, gets constants."""
+def _deeper(shallow: KernelTrace, same: Sequence[Kernel], operators: Sequence[Kernel]) -> KernelTrace:
+    """Return `shallow` with the `operators` of a deeper step. Each has the formula of an equal one in `same`, the
+    shallower step's operators at the same point; if there are several, one that also follows the previous operator in
+    the shallower step. An operator that has no such formula, such as an update of a list of all parameters, gets
+    constants."""
     if not shallow.formulas:
         return shallow
     follows = {*zip(shallow.shallow, shallow.shallow[1:], strict=False)}
     known: dict[Kernel, list[int]] = {}
-    for number, formula in enumerate(shallow.formulas):
-        known.setdefault(formula.at(*at), []).append(number)
-    shapes = {kernel._replace(bytes=0): numbers for kernel, numbers in known.items()}
+    for kernel, number in dict.fromkeys(zip(same, shallow.shallow, strict=True)):
+        known.setdefault(kernel, []).append(number)
     formulas, order = [*shallow.formulas], [-1]
     for kernel in operators:
-        if kernel not in known and (numbers := shapes.get(kernel._replace(bytes=0))):
-            known[kernel] = numbers
-        elif kernel not in known:
+        if kernel not in known:
             known[kernel] = [len(formulas)]
             constants = tuple(map(constant, kernel.numbers))
             formulas.append(KernelFormula(kernel.with_numbers(0, 0, 0, 0, 0), constants))
         alike = known[kernel]
         order.append(next((number for number in alike if (order[-1], number) in follows), alike[0]))
     return KernelTrace(tuple(formulas), shallow.shallow, tuple(order[1:]))
+
+
+def _inserted(operators: Sequence[object], longer: Sequence[object]) -> tuple[int, int]:
+    """Return the place in `longer` of the operators that it has in addition to the same `operators`.
+
+    >>> _inserted("abacz", "abacacz")
+    (4, 6)
+    """
+    pairs = enumerate(zip(operators, longer, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), len(operators))
+    end = start + len(longer) - len(operators)
+    if longer[end:] != operators[start:]:
+        raise Untraceable("a further micro-batch runs other operators")
+    return start, end
 
 
 def _term(requests: Sequence[_Request], at: Sequence[tuple[int, int]]) -> Term:
@@ -279,15 +309,18 @@ def _moments(step: _Step, terms: Sequence[Term], numbers: dict[Term, int]) -> di
 
 def _pairs(shallow: Sequence[_Alive], deep: Sequence[_Alive]) -> Iterator[tuple[_Alive, _Alive]]:
     """Yield each moment at one place together with that of the deeper model. They are paired from the first one as long
-    as both models allocate the same, as an optimizer does parameter by parameter, and the others from the end."""
+    as both models allocate the same, as an optimizer does parameter by parameter, and from the end: the moment of a
+    layer is that of an early and of a late one."""
     more = len(deep) - len(shallow)
-    same = more >= 0
+    if more < 0:
+        raise Untraceable("a deeper model allocates less often")
+    same = more > 0
     for number, moment in enumerate(shallow):
         same = same and number < len(shallow) - 1 and moment.last == deep[number].last
-        twin = number if same or more == 0 else number + more
-        if not 0 <= twin < len(deep):
-            raise Untraceable("a deeper model allocates less often")
-        yield moment, deep[twin]
+        if same:
+            yield moment, deep[number]
+        if not same or moment.last == deep[number + more].last:
+            yield moment, deep[number + more]
 
 
 def _joined(depth: Depth, shallow: _Traced, deep: _Traced, terms: Sequence[Term]) -> Trace:

@@ -17,6 +17,10 @@ from .stages import layers_of
 
 HALF = {"fp16", "bf16"}
 ALL_LINEAR = ("all-linear",)
+# Families whose written formulas are less exact than derived ones, by up to 4 % in memory and 13 % in time
+# (benchmarks/results/traces.md of 2026-11-30, before these were derived). Those of Llama and its like are within 1.3 %
+# in memory and 4 % in time, and their median is as good.
+LESS_EXACT = ("gemma2", "mixtral", "phi3", "qwen3_moe")
 # AutoGPTQ's layer packs zeros in groups of this many (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
 GPTQ_OUTPUTS = 32
 
@@ -46,6 +50,12 @@ def has_formulas(spec: ModelSpec, run: Run) -> bool:
     """Whether the written formulas are right for `run` of the model. In a training step, they count all layers as
     layers of average size, which is wrong if some are dense and the others have experts."""
     return spec.has_formulas and not (isinstance(run, Training) and 0 < spec.dense_layers < spec.layers)
+
+
+def is_derived(spec: ModelSpec, run: Run) -> bool:
+    """Whether `lab.estimate` derives the formulas of `run` from the model's code, if that is possible. Where many
+    estimates have to be fast, as in `lab.plan`, the written formulas answer, also for families that are less exact."""
+    return isinstance(run, Training) and (spec.family in LESS_EXACT or not has_formulas(spec, run))
 
 
 @lru_cache(maxsize=256)  # one run is usually checked on several GPUs
