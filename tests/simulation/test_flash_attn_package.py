@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import llmlab as lab
+from llmlab.base.errors import LabWarning
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 B, T, H, D = 2, 128, 4, 64
@@ -104,6 +105,12 @@ def test_the_loss_can_write_its_gradient_over_the_logits():
             loss = CrossEntropyLoss(inplace_backward=in_place)(logits, labels)
             _, _, most[in_place] = grown(card, loss.backward)
         assert most[False] - most[True] == logits.nbytes
+
+
+def test_that_the_package_is_simulated_is_said_at_the_line_that_imports_it():
+    with lab.simulator("A100-40GB"), pytest.warns(LabWarning, match="flash_attn is not installed") as warned:
+        import flash_attn  # noqa: F401
+    assert [each.filename for each in warned] == [__file__]
 
 
 def test_the_modules_are_gone_after_the_block_and_others_are_not_found():

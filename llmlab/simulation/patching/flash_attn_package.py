@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...base.errors import NotAvailable
 from ..capability import Capability
+from ..values.placeholders import warn_at_users_line
 from .flash_attn import cross_entropy_loss, functions
 
 NAME, VERSION = "flash_attn", "2.8.4"
@@ -196,6 +197,11 @@ class _Package(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True) if name in self.modules else None
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == NAME:
+            warn_at_users_line(
+                f"{NAME} is not installed, and is simulated as version {VERSION}. If it is not installed on your GPU's "
+                "machine either, the script takes another path there, or fails."
+            )
         vars(module).update(self.modules[module.__name__])
 
 

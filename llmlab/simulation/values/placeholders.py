@@ -164,14 +164,18 @@ def warn_of(what: str) -> None:
     """Warn once, at the line of the user's code, that `what` reads a placeholder."""
     if asked_by(CHECKED):
         return
+    warn_at_users_line(
+        f"{what} reads a placeholder ({PLACEHOLDER}, or 0 for integers), because tensors on the simulated GPU have no "
+        "values. Results and decisions that depend on it differ from those on a GPU."
+    )
+
+
+def warn_at_users_line(message: str) -> None:
+    """Warn once, at the line of the user's code that is running."""
     frames = _outside(sys._getframe(1))
     own = (frame for frame in frames if not is_library(frame.f_code.co_filename))
     frame = next(own, frames[0] if frames else None)
     if frame is not None:
-        message = (
-            f"{what} reads a placeholder ({PLACEHOLDER}, or 0 for integers), because tensors on the simulated GPU have "
-            "no values. Results and decisions that depend on it differ from those on a GPU."
-        )
         registry = frame.f_globals.setdefault("__warningregistry__", {})  # Python's record of shown warnings
         warnings.warn_explicit(message, LabWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
 
