@@ -30,7 +30,7 @@ USUAL = {
     "weights": "bf16; on a GPU without bf16, such as a T4: fp16",
     "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a GPU without bf16",
     "reference": "adapter with --lora, otherwise kept; with grpo, none",
-    "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",
+    "lora_autocast_adapter_dtype": "on, unless the --stack trains adapters in 16 bits",
 }
 MODEL = ("MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a "
          "config.json or of its folder.")  # fmt: skip

@@ -80,8 +80,8 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
-        epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message or snapshot was explained; "
-        "1 = no single change makes it fit; 2 = llmlab cannot tell, or the input is invalid."
+        epilog="Exit codes: 0 = the run fits as it is or after one listed change, or the message or snapshot was "
+        "explained; 1 = no single change makes it fit; 2 = llmlab cannot tell, or the input is invalid."
     )
     @click.pass_context
     @click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")

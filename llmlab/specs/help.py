@@ -13,8 +13,8 @@ HELP = {
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
     "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. Without "
     "this option, every unquantized layer is in fp32, as after peft's prepare_model_for_kbit_training. embeddings: the "
-    "embedding and the head of a quantized model stay in 16 bits. all: every frozen layer stays so, as when it is "
-    "loaded in bf16 and trained with the Trainer's bf16=True.",
+    "embedding and the head of a quantized model stay in 16 bits. all: every frozen layer stays in 16 bits, as "
+    "when a model is loaded in bf16 and trained with the Trainer's bf16=True.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
@@ -27,7 +27,7 @@ HELP = {
     "(even) to --ep.",
     "dp_replicate": "HSDP: number of copies of the sharded model; must be a divisor of --dp.",
     "sync_each_batch": "FSDP: reduce gradients after each micro-batch; otherwise, only after the last.",
-    "reduce_dtype": "FSDP: dtype of the gradient reduction in mixed precision.",
+    "reduce_dtype": "Dtype of FSDP's gradient reduction; needs --zero 2 or 3 and --precision mixed-bf16.",
     "sequence_parallel": "Shard the activations of norms and dropout over the --tp ranks.",
     "loss_parallel": "Compute the loss on logits sharded over the --tp ranks; otherwise, gather the logits first.",
     "offload": "States to keep in host memory.",
@@ -48,7 +48,7 @@ HELP = {
     "completion_len": "Tokens to generate; included in --seq-len. Required by ppo and grpo.",
     "mean_completion_len": "Mean tokens of a completion in ppo and grpo; --completion-len is then the maximum. "
     "Default: all completions have --completion-len tokens.",
-    "generations": "Completions of each prompt in ppo and grpo.",
+    "generations": "Completions of each prompt in ppo and grpo; must divide the completions of an update.",
     "gpu_memory_utilization": "Share of the GPU's memory that the generating engine of ppo and grpo uses.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",
     "lora_targets": "Names of the linear layers that get an adapter, separated by commas; all-linear selects all but "
