@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .errors import NotAvailable
+from .version import MEGATRON
 
 # By library: the oldest release, tried (torch and transformers) or a floor, and the tested one, as in constraints.txt.
 KNOWN = {
@@ -27,7 +28,7 @@ KNOWN = {
     "liger_kernel": ("0.5.0", "0.8.5"),
     "lightning": ("2.6.1", "2.6.1"),  # not among the constraints: `make stacks`
     "litgpt": ("0.5.13", "0.5.13"),  # likewise
-    "megatron": ("0.16.1", "0.16.1"),  # not among the constraints: `make stacks`
+    "megatron": (MEGATRON, MEGATRON),  # not among the constraints: `make stacks`
     "safetensors": ("0.4.5", "0.8.0"),
     "torch": ("2.9.0", "2.13.0"),
     "torchtitan": ("0.2.2", "0.2.2"),  # not among the constraints: `make stacks`

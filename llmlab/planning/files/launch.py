@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...base.version import MEGATRON
 from ...engines.texts import yaml_text
 
 # SkyPilot's names of GPUs, by ours (catalogs/v8/common/accelerators.csv of its catalog).
@@ -15,7 +16,6 @@ SKY_GPUS = {
     "MI300X": "MI300X",
 }  # fmt: skip
 PORT = 29500  # torchrun's own default
-MEGATRON = "0.16.1"  # release of Megatron-LM
 MEGATRON_CLONE = (
     "[ -d Megatron-LM ] || "
     f"git clone --depth 1 --branch core_v{MEGATRON} https://github.com/NVIDIA/Megatron-LM\n"

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from ...base.errors import SpecError
 from ...base.tables import Table, Tabular
+from ...base.version import MEGATRON
 from ...engines.texts import toml_text, yaml_text
 from ...engines.torchtitan import RELEASE, torchtitan_config
 from ...engines.tuners import axolotl_config, llama_factory_config, megatron_arguments
 from ...specs.check import check
 from ...specs.model import ModelSpec, models
 from ...specs.run import Training, stack_of
-from .launch import MEGATRON, launch_script, sky_task, slurm_job
+from .launch import launch_script, sky_task, slurm_job
 from .script import deepspeed_settings, kind, packages, training_script, uses_deepspeed
 
 
