@@ -8,5 +8,6 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that a library starts when it is loaded are not forked
 
 import torch
+import torch.distributed.fsdp  # noqa: F401
 
 torch.compiler.reset()  # imports the compiler, as torch's optimizers do
