@@ -111,6 +111,7 @@ class Watch:
         self._in_pass = False  # whether hooks have stepped in a backward pass
         self._passed_since = False  # whether a backward pass has begun since the last step
         self._operators_done = 0  # the number of operators that had run after its last step
+        self._events_done = 0  # the number of the allocator's events by then
         self._optimizers: WeakSet[Any] = WeakSet()  # all optimizers that existed when a new one first stepped
         self._has_optimizer = False
         self._allocated = 0  # bytes at the end of the last update
@@ -219,7 +220,7 @@ class Watch:
         if _makes_states():
             return
         self._stepped.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        self._operators_done = len(self._operators)
+        self._operators_done, self._events_done = len(self._operators), self.sim.events
         self._in_pass = self._in_pass or _in_backward()
         if self._stepping or self._in_engine or _in_backward():
             return  # another optimizer steps this one, or only part of the parameters stepped
@@ -245,7 +246,7 @@ class Watch:
     def _count(self) -> None:
         self.steps += 1
         self._find_holder()
-        self.sim.end_step()
+        self.sim.end_step(self._events_done)
         self._stepped.clear()
         self._places.clear()
         self._in_pass = False

@@ -144,9 +144,14 @@ class Simulator:
         """Return whether `tensor` has memory on the simulated GPU."""
         return self._simulated.engine.address(tensor) is not None
 
-    def end_step(self) -> None:
-        """Mark the end of a step of the training loop, so that `growth` can compare two steps."""
-        self._simulated.history.steps.append(len(self._simulated.history.entries))
+    @property
+    def events(self) -> int:
+        """The number of the allocator's events so far, a time for `end_step`."""
+        return len(self._simulated.history.entries)
+
+    def end_step(self, events: int | None = None) -> None:
+        """Mark the end of a step of the training loop, now or after `events`, so that `growth` can compare two steps."""
+        self._simulated.history.steps.append(self.events if events is None else events)
 
     @property
     def growth(self) -> dict[str, int]:
