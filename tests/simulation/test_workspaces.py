@@ -73,7 +73,8 @@ CHOICES = [  # GPU, dtype, head size, with a mask, and sdp_utils.cpp's choice
     ("A100-40GB", fp32, 64, False, EFFICIENT), ("A100-40GB", bf16, 64, True, EFFICIENT),
     ("A100-40GB", bf16, 264, False, EFFICIENT),
     ("A100-40GB", fp32, 6, False, MATH), ("H100-80GB", bf16, 64, False, CUDNN),
-    ("H100-80GB", bf16, 256, False, FLASH), ("H100-80GB", fp32, 64, False, EFFICIENT),
+    ("H100-80GB", bf16, 256, False, CUDNN), ("B200", bf16, 256, False, FLASH), ("B200", bf16, 128, False, CUDNN),
+    ("H100-80GB", bf16, 264, False, EFFICIENT), ("H100-80GB", fp32, 64, False, EFFICIENT),
 ]  # fmt: skip
 
 
@@ -105,6 +106,14 @@ def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice
         assert held == output + block(4 * B * H * T) + 2 * 512
     else:
         assert held >= output + B * H * T * T * dtype.itemsize  # the probabilities are written out
+
+
+@pytest.mark.parametrize(("dropout", "name"), [(0.1, FLASH), (0.125, CUDNN)])
+def test_cudnns_attention_drops_sixteenths_only(dropout, name):
+    """sdp_utils.cpp, check_cudnn_dropout."""
+    with simulator("H100-80GB"):
+        q = on_card(B, H, T, 64, dtype=bf16)
+        assert name in _nodes(F.scaled_dot_product_attention(q, q, q, dropout_p=dropout))
 
 
 @pytest.mark.parametrize(("said", "name"), [("1", FLASH), ("0", CUDNN)])
