@@ -38,7 +38,7 @@ def backend(
         # check_batch_size_and_num_heads_dense; only cuDNN allows different numbers of key heads and value heads.
         shared = H % Hk == 0 == H % Hv if enable_gqa else H == Hk == Hv
         cudnn = prefers_cudnn(capability) and switches.cudnn_sdp_enabled() and shared
-        if cudnn and _cudnn(query, key, value, mask, dropout, capability):
+        if cudnn and _cudnn(query, key, value, mask, capability):
             return "cudnn"
         shared = shared and Hk == Hv
         if switches.flash_sdp_enabled() and shared and _flash(query, key, value, mask, dropout, causal, capability):
@@ -60,16 +60,12 @@ def prefers_cudnn(capability: Capability) -> bool:
     return capability[0] in CUDNN_ATTENTION_MAJORS and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 
 
-def _cudnn(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, capability: Capability
-) -> bool:
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, capability: Capability) -> bool:
     D, Dv = query.shape[-1], value.shape[-1]
-    # check_cudnn_tensor_shapes of torch 2.13. From 2.14 on, 256 on both, with a cuDNN newer than 9.22.
+    # check_cudnn_tensor_shapes of torch 2.13. Newer ones allow 256 on both, with a cuDNN newer than 9.22.
     fits = max(D, Dv) <= (256 if capability == (9, 0) else 128) or (D, Dv) == (192, 128)
-    if not fits or D % 8 or Dv % 8 or key.shape[2] == 1 or query.dtype not in HALF:
-        return False
     trains_mask = mask is not None and mask.requires_grad  # autograd has no gradient for cuDNN's bias
-    return not trains_mask and (dropout * 16).is_integer()  # check_cudnn_dropout
+    return query.dtype in HALF and fits and D % 8 == 0 and Dv % 8 == 0 and key.shape[2] != 1 and not trains_mask
 
 
 def _flash(
