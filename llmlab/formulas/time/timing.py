@@ -155,7 +155,7 @@ def _timing(spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None,
     longest = factor * (rest + parts.unnamed) + on_host.most + engine
     if parts.few_adapters:
         longest = max(longest, parts.few_adapters[1])
-    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, gpu), gpu)
+    kernel = traced.attention if traced else fastest_kernel(spec, run, attention_kernel(spec, run, gpu), gpu)
     slower = gpu_kernels.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources, notes = _sources(run, gpu_kernels, parts.seconds, kernel, slower, shapes), parts.notes(run, factor, spread)
     other, older = _older_attention(spec, run, gpu_kernels, kernel, parts.seconds.get("attention", 0.0))
