@@ -32,10 +32,11 @@ def cpu_adam() -> type:
 
 
 def cpu_adam_is_compiled() -> bool:
-    """Return whether DeepSpeedCPUAdam is compiled already. A different ninja compiles it again nevertheless."""
-    folder = _build_folder()
+    """Return whether DeepSpeedCPUAdam is compiled already, with the headers of this torch: another environment, whose
+    builds are in the same folder, would compile it again."""
+    folder, headers = _build_folder(), Path(torch.__file__).with_name("include")
     compiled = (folder / "cpu_adam.so").exists() and not (folder / "lock").exists()
-    return find_spec("deepspeed") is not None and compiled
+    return find_spec("deepspeed") is not None and compiled and str(headers) in (folder / "build.ninja").read_text()
 
 
 def _build_folder() -> Path:
