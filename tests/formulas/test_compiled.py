@@ -26,7 +26,7 @@ TORCHAO = {"model_type": "llama", "hidden_size": 1536, "num_hidden_layers": 24, 
 
 ALL = lab.LoRA(8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 ONE = {**LLAMA, "num_hidden_layers": 1}  # half as much to compile
-QWEN3 = {**ONE, "model_type": "qwen3", "head_dim": 64}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 64}
 TIED = {**LLAMA, "vocab_size": 65_536, "tie_word_embeddings": True}
 ACCUMULATED = {"precision": "autocast-bf16", "accumulation": 2, "optimizer": "sgd", "micro_batch": 1, "seq_len": 256}
 
