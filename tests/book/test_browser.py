@@ -252,8 +252,8 @@ def test_tables_are_legible_in_the_dark(wide):
 def serious(page):
     """Return the serious faults that axe finds, and an element of each.
 
-    The contrast of thousands of words takes longer than everything else, so axe gets three texts of each colour, size
-    and background.
+    The contrast of thousands of words takes longer than everything else, so axe gets three texts of each tag,
+    colour, size and background.
     """
     from axe_playwright_python.base import AXE_SCRIPT
     from axe_playwright_python.sync_playwright import Axe
@@ -267,7 +267,7 @@ def serious(page):
         const plain = own.join() === 'rgba(0, 0, 0, 0),none,1';
         behind.set(element, behind.get(element.parentNode) + (plain ? '' : own));
         const words = [...element.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.data.trim());
-        const look = [style.color, style.fontSize, style.fontWeight, behind.get(element)].join();
+        const look = [element.localName, style.color, style.fontSize, style.fontWeight, behind.get(element)].join();
         const takes = words && element.checkVisibility() && (counts[look] = (counts[look] ?? 0) + 1) <= 3;
         element.toggleAttribute('data-contrast', takes);
       }
