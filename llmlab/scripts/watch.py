@@ -30,7 +30,7 @@ RAN_TO_ITS_END, RAN_OUT_OF_MEMORY, INTERRUPTED = "ran to its end", "ran out of m
 NO_NETWORK = Note("no-communication", "The time per step leaves out communication between ranks.")
 Place = tuple[tuple[CodeType, int], ...]  # the line of each running function
 PRINTED = Note("unknown-printed", "In what the script printed, ? is a value that a simulated tensor does not hold.")
-CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory once; the script caught the error and went on.")
+CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory; the script caught the error and went on.")
 
 
 class Enough(BaseException):
