@@ -297,6 +297,8 @@ class Watch:
         if self._untimed and not seconds:
             why = _without_time(where.gpu, self._untimed)
             notes.append(Note("time-unknown", f"The time per step is unknown: the {where.gpu.name} {why}."))
+        elif self._seconds and not sim.counts_all_kernels:
+            notes.append(Note("time-unknown", "The time per step is unknown, because that of its Triton kernels is."))
         if seconds and ranks > 1:
             notes.append(NO_NETWORK)
         if sim.out_of_memory and self.ended != RAN_OUT_OF_MEMORY:
