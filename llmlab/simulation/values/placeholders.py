@@ -33,7 +33,7 @@ WAY_ROUND = (
     "llmlab run --assume 1 (lab.simulator(..., assume=1.0)); or lab.measure it"
 )
 printed: Counter[str] = Counter()  # how often code formatted a value that is not known
-# The warnings of this simulator, by message and line. Python forgets its own record whenever a library catches warnings.
+# The warnings of this simulator, by message and line. Python forgets its record whenever a library changes the filters.
 warned: set[tuple[str, str, int]] = set()
 _loops: Counter[tuple[str, int]] = Counter()  # by line: how often a placeholder continued a loop
 CHECKED = "deepspeed.runtime."  # it compares norms with the ones that it sets for gradients that are not finite
