@@ -136,11 +136,11 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="only Linux and macOS
 
 @forks
 def test_kills_at_random_moments_cost_steps_and_nothing_else():
-    command = [sys.executable, "-m", "llmlab.course.kills", "--kills", "40"]
+    command = [sys.executable, "-m", "llmlab.course.kills", "--kills", "100"]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert not ended.returncode, ended.stderr
     found = json.loads(ended.stdout)
-    assert found["kills"] == 40 and found["bit for bit"]
+    assert found["kills"] == 100 and found["bit for bit"]
     assert 0 < found["most steps repeated"] <= found["steps between checkpoints"]
 
 
