@@ -25,6 +25,16 @@ def kept_scores(share: Share) -> int:
     return score_elements(share) * softmax_element(share) * layers // spec.layers
 
 
+def computed_again(share: Share) -> int:
+    """Return how many bytes of `kept_scores` a compiled first block does not save. It computes the input of softmax
+    again from the output of the matmul. In later blocks the partitioner does not repeat the sum with the mask, because
+    the mask is first used far before them (torch/_functorch/partitioners.py, ban_if_used_far_apart)."""
+    if not _compiled(share) or not share.first or share.run.checkpointing:
+        return 0
+    c = share.attention_bytes
+    return score_elements(share) * (share.bytes.residual - c + c * bool(share.spec.attention_softcap))
+
+
 def softmax_element(share: Share) -> int:
     """Return the bytes per score of the outputs of softmax and its neighbors: softmax's output, the factor of V, the
     dropout mask, and the output of a softcap's tanh."""
@@ -48,8 +58,8 @@ def forward_scores(share: Share) -> int:
     if not share.writes_scores:
         return 0
     spec, run, c, p = share.spec, share.run, share.attention_bytes, share.softmax_bytes
-    if _compiled(share):  # under autocast, the 16-bit output of the matmul
-        element = c * share.autocast + (share.bytes.residual + c) * (run.checkpointing is not None)
+    if _compiled(share):  # the output of the matmul, if it is not saved, and from it the factor of V
+        element = 2 * c if run.checkpointing else c * (share.autocast and not spec.attention_softcap)
         return score_elements(share) * element // run.tp
     not_kept = p + (c if p != c else 0) if run.checkpointing else 0
     read = p if _widened(share) and not share.autocast else c

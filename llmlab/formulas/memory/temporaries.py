@@ -311,16 +311,26 @@ def expert_inputs(share: Share) -> int:
     return share.tokens * share.expert_bytes * widths // share.run.tp
 
 
-def _writes_norm(share: Share) -> bool:
-    """Whether only adapters are trained and the final norm runs as several operators (transformers' LlamaRMSNorm)."""
+def _written_out(share: Share) -> bool:
+    """Whether norms run as several operators (transformers' LlamaRMSNorm)."""
     written = share.spec.norm == "rmsnorm" and not (share.fuses or share.compiled or share.run.kernels)
-    return share.last and share.run.lora is not None and written and not block_of(share)
+    return written and not block_of(share)
+
+
+def _writes_norm(share: Share) -> bool:
+    """Whether the final norm runs as several operators and only adapters are trained."""
+    return share.last and share.run.lora is not None and _written_out(share)
+
+
+def norm_temporaries(share: Share) -> int:
+    """Return the temporaries of a norm's backward pass: its input's gradient in fp32, and four more tensors for the
+    gradient of the mean of squares."""
+    return 5 * 4 * share.tokens * share.spec.hidden // share.sequence_ranks if _written_out(share) else 0
 
 
 def norm_backward(share: Share) -> int:
-    """Return the temporaries of the final norm's backward pass: its input's gradient in fp32, and four more tensors for
-    the gradient of the mean of squares."""
-    return 5 * 4 * share.tokens * share.spec.hidden // share.sequence_ranks if _writes_norm(share) else 0
+    """Return `norm_temporaries` of the final norm if only adapters are trained."""
+    return norm_temporaries(share) if _writes_norm(share) else 0
 
 
 def norm_replaced(share: Share) -> int:
