@@ -405,7 +405,7 @@ class StepMemory:
             *in_second,
             in_blocks("the last block of backward", self.still_gathered + units.block, reduction + self.last_working,
                       gradients=grads.stored.before_last + self.last_backward.gradients,
-                      activations=self.last_block + self.at_stage_ends + self.recomputed + self.block_cast
+                      activations=self.last_block + self.at_stage_ends + self.last_backward.recomputed + self.block_cast
                       - self.read_cast),
             in_blocks("the embedding's gradient", self.still_gathered + units.block - freed,
                       reduction + grads.embedding, gradients=grads.stored.after_blocks, activations=self.others),

@@ -223,13 +223,15 @@ def block_backward(
         recomputed = sum(whole.values()) - saved_by_kind.get("matmul outputs", 0) - whole.get("int8 inputs", 0)
         if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm" or share.bytes.residual == 4:
             recomputed -= saved_by_kind["block inputs"]  # the first norm's own
-    # The residual stream is computed again from the outputs of matmuls. Keys and values with adapters are first
-    # expanded to all heads, in all blocks, as simulations show.
-    sums = [linear for linear in adapted(spec, run) if linear.name in ("k_proj", "v_proj")]
-    if sums and run.checkpointing and not saved_by_kind["block inputs"]:
+    # The residual stream is computed again from the outputs of matmuls. Keys and values with adapters, or beside a mask
+    # of all heads, are first expanded to all heads, in all blocks, as simulations show.
+    if run.checkpointing and not saved_by_kind["block inputs"]:
+        sums = [linear for linear in adapted(spec, run) if linear.name in ("k_proj", "v_proj")]
+        others = (share.layers - 1) * (first and share.remade_masks > 1 and not run.lora and run.world_size == 1)
+        blocks = share.layers if sums else others
         width = 2 * share.bytes.compute * (spec.query_width - spec.key_width)
         width -= adapters_stream(share) * len(sums) * spec.key_width
-        recomputed += share.layers * share.tokens * max(0, width)
+        recomputed += blocks * share.tokens * max(0, width)
     # What is freed before attention's backward pass begins. In compiled code, only adapters' inputs of the MLP are.
     if share.blocks_compiled:
         gone = whole.get("mlp", 0)
@@ -290,14 +292,19 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
         mlp = share.tokens * spec.intermediate * 3 * (4 if share.autocast else share.linear_bytes) // run.tp
     if overwrites and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * share.mlp_width + spec.hidden)
+    masked = score_elements(share) * c * masks // (spec.heads * run.tp)
+    if run.checkpointing == "full" and not run.lora:  # the recomputed attention reads them, too
+        mlp += masked
     if share.writes_scores:
         attention = backward_scores(share) - (0 if recomputed else mlp_kept)
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
+        if masks and run.checkpointing == "selective" and not run.lora:  # the kernel's sums of gradients, in fp32
+            attention += 4 * share.tokens * spec.query_width // run.tp * (share.remade_masks > 1)
         # In addition to the gradient of the block's output: the inputs of weight gradients, if weights are trained.
-        if again or masks:
+        elif again or masks:
             attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
-        attention += score_elements(share) * c * masks // (spec.heads * run.tp)
+        attention += masked
     at_attention = max(attention, expert_inputs(share) - mlp_kept if spec.experts else attention)
     if at_attention + gradients <= mlp:
         return mlp, 0
