@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .share import Share, unmasked_layers
 
+LONGEST_ROW = 1024  # scores, which Inductor reduces without a loop
+
 
 def score_elements(share: Share) -> int:
     """Return S, the elements of one block's attention matrix, before tensor parallelism divides its heads."""
@@ -89,7 +91,8 @@ def backward_scores(share: Share) -> int:
 
 def _recomputed_element(share: Share) -> int:
     """Return the temporaries per score in the backward pass of a compiled, recomputed block, beyond `kept_scores`: the
-    gradient.
+    gradient, and beside the scores of a selective block the output of softmax in fp32, if a row is too long to be
+    computed again in the kernel that reads it (torch/_inductor/choices.py, should_use_persistent_reduction).
 
     Inductor fuses kernels of neighboring blocks that read the same mask (torch/_inductor/choices.py,
     can_fuse_horizontal), so that the scores of two blocks exist: of dropout, with random numbers in fp32, and of a
@@ -98,8 +101,9 @@ def _recomputed_element(share: Share) -> int:
     run, spec, c = share.run, share.spec, share.attention_bytes
     if spec.attention_dropout:
         return 2 * (2 * c + 4) - c - (4 if run.checkpointing == "full" else c)
-    two = spec.attention_softcap and run.checkpointing == "full" and not share.autocast
-    return 4 * c if two else c
+    if run.checkpointing == "selective":
+        return c + 4 * (run.seq_len > LONGEST_ROW)
+    return 4 * c if spec.attention_softcap and not share.autocast else c
 
 
 def causal_mask(share: Share) -> int:

@@ -202,14 +202,16 @@ def block_backward(
 
     `saved_by_kind` is what its forward pass saved, and `whole` what it would save without checkpointing. A compiled
     graph expands a mask for all heads once, in its `first` block. With several micro-batches, the block's gradients are
-    added to the accumulated ones, unless FSDP2 has only shards of these, or sums in another dtype.
+    added to the accumulated ones, unless FSDP2 has only shards of these, or sums in another dtype, or one compiled
+    graph returns all gradients at its end.
     """
     spec, run = share.spec, share.run
     in_backward = stack_of(run).steps_in_backward(run)
     # A compiled block returns all its gradients at its end.
     own = not run.lora and not run.offload and (run.compile or not in_backward)
     added = waits(run) and reduced_bytes(run, share.bytes) == share.bytes.gradients
-    own = own and (run.accumulation == 1 or (uses_fsdp(run) and not added))
+    one_graph = share.blocks_compiled and run.world_size == 1
+    own = own and (run.accumulation == 1 or one_graph or (uses_fsdp(run) and not added))
     gradient = share.bytes.gradients if own else 0
     if block := block_of(share):
         saved_bytes = sum(saved_by_kind.values())
@@ -227,7 +229,7 @@ def block_backward(
     # of all heads, are first expanded to all heads, in all blocks, as simulations show.
     if run.checkpointing and not saved_by_kind["block inputs"]:
         sums = [linear for linear in adapted(spec, run) if linear.name in ("k_proj", "v_proj")]
-        others = (share.layers - 1) * (first and share.remade_masks > 1 and not run.lora and run.world_size == 1)
+        others = (share.layers - 1) * (first and one_graph and share.remade_masks > 1 and not run.lora)
         blocks = share.layers if sums else others
         width = 2 * share.bytes.compute * (spec.query_width - spec.key_width)
         width -= adapters_stream(share) * len(sums) * spec.key_width
@@ -297,6 +299,8 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
         mlp += masked
     if share.writes_scores:
         attention = backward_scores(share) - (0 if recomputed else mlp_kept)
+        if recomputed and run.checkpointing == "selective":
+            attention += share.tokens * c * (4 * spec.hidden + spec.query_width // run.tp)
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
         if masks and run.checkpointing == "selective" and not run.lora:  # the kernel's sums of gradients, in fp32
