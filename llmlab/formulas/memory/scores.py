@@ -16,13 +16,13 @@ def score_elements(share: Share) -> int:
 def kept_scores(share: Share) -> int:
     """Return the bytes of saved scores: the output of softmax and the factor of V. Compiled code saves the input of
     softmax, as wide as the mask, instead of its output. The dropout mask and the output of a softcap's tanh are saved
-    too. A compiled block that is recomputed writes the output of softmax in fp32, or, if the outputs of matmuls are
-    saved, the scores, in the dtype of the matmuls."""
+    too. A compiled block that is recomputed writes the output of softmax in fp32 besides the 16-bit factor of V, or, if
+    the outputs of matmuls are saved, the scores."""
     spec, run, c = share.spec, share.run, share.attention_bytes
     if _compiled(share):
         element = share.bytes.residual + c + (spec.attention_dropout > 0) + c * bool(spec.attention_softcap)
         if run.checkpointing:
-            element = c + (4 if run.checkpointing == "full" else c)
+            element = c + (4 * (c < 4) if run.checkpointing == "full" else c)
         return score_elements(share) * element
     layers = unmasked_layers(spec, run) if share.kernel == "math" else spec.layers
     return score_elements(share) * softmax_element(share) * layers // spec.layers
@@ -60,8 +60,8 @@ def forward_scores(share: Share) -> int:
     if not share.writes_scores:
         return 0
     spec, run, c, p = share.spec, share.run, share.attention_bytes, share.softmax_bytes
-    if _compiled(share):  # the output of the matmul, if it is not saved, and from it the factor of V
-        element = 2 * c if run.checkpointing else c * (share.autocast and not spec.attention_softcap)
+    if _compiled(share):  # the output of the matmul, if it is not saved, and from it the factor of V, if it is narrower
+        element = (c + c * (c < 4)) if run.checkpointing else c * (share.autocast and not spec.attention_softcap)
         return score_elements(share) * element // run.tp
     not_kept = p + (c if p != c else 0) if run.checkpointing else 0
     read = p if _widened(share) and not share.autocast else c
@@ -100,7 +100,7 @@ def _recomputed_element(share: Share) -> int:
     """
     run, spec, c = share.run, share.spec, share.attention_bytes
     if spec.attention_dropout:
-        return 2 * (2 * c + 4) - c - (4 if run.checkpointing == "full" else c)
+        return 2 * (2 * c + 4) - kept_scores(share) // score_elements(share)
     if run.checkpointing == "selective":
         return c + 4 * (run.seq_len > LONGEST_ROW)
     return 4 * c if spec.attention_softcap and not share.autocast else c

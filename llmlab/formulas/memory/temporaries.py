@@ -226,11 +226,14 @@ def block_backward(
         if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm" or share.bytes.residual == 4:
             recomputed -= saved_by_kind["block inputs"]  # the first norm's own
     # The residual stream is computed again from the outputs of matmuls. Keys and values with adapters, or beside a mask
-    # of all heads, are first expanded to all heads, in all blocks, as simulations show.
+    # of all heads, are first expanded to all heads, in all blocks, as simulations show. In the second case, the
+    # embedding's gradient in fp32 is also allocated first.
+    early = 0
     if run.checkpointing and not saved_by_kind["block inputs"]:
         sums = [linear for linear in adapted(spec, run) if linear.name in ("k_proj", "v_proj")]
-        others = (share.layers - 1) * (first and one_graph and share.remade_masks > 1 and not run.lora)
-        blocks = share.layers if sums else others
+        beside = first and one_graph and share.remade_masks > 1 and not run.lora
+        early = 4 * spec.vocab * spec.hidden * (beside and not spec.tied)
+        blocks = share.layers if sums else (share.layers - 1) * beside
         width = 2 * share.bytes.compute * (spec.query_width - spec.key_width)
         width -= adapters_stream(share) * len(sums) * spec.key_width
         recomputed += blocks * share.tokens * max(0, width)
@@ -242,7 +245,8 @@ def block_backward(
     else:
         gone = sum(per_device(mlp_saved(share), run).values())
     masks = share.remade_masks if first else min(1, share.remade_masks)
-    return BlockBackward(*_in_halves(share, gone, gradients, masks), recomputed)
+    temporaries, gradients = _in_halves(share, gone, gradients, masks)
+    return BlockBackward(temporaries + early, gradients, recomputed)
 
 
 def forward_height(share: Share) -> int:
