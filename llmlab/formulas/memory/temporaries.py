@@ -298,9 +298,6 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
         mlp = share.tokens * spec.intermediate * 3 * (4 if share.autocast else share.linear_bytes) // run.tp
     if overwrites and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * share.mlp_width + spec.hidden)
-    masked = score_elements(share) * c * masks // (spec.heads * run.tp)
-    if run.checkpointing == "full" and not run.lora:  # the recomputed attention reads them, too
-        mlp += masked
     if share.writes_scores:
         attention = backward_scores(share) - (0 if recomputed else mlp_kept)
         if recomputed and run.checkpointing == "selective":
@@ -312,7 +309,7 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
         # In addition to the gradient of the block's output: the inputs of weight gradients, if weights are trained.
         elif again or masks:
             attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
-        attention += masked
+        attention += score_elements(share) * c * masks // (spec.heads * run.tp)
     at_attention = max(attention, expert_inputs(share) - mlp_kept if spec.experts else attention)
     if at_attention + gradients <= mlp:
         return mlp, 0
