@@ -15,7 +15,7 @@ from __future__ import annotations
 from ...specs.parameters import Linear
 from ...specs.run import Training, stack_of
 from .fsdp import uses_fsdp
-from .scores import kept_scores
+from .scores import computed_again, kept_scores
 from .share import Share, adapted, adapter_bytes, by_bitsandbytes, frozen_in_half
 from .stacks.blocks import block_of
 from .stacks.described import Saved, before_adapters, by_kind, saved
@@ -64,19 +64,21 @@ def mlp_saved(share: Share) -> list[Saved]:
     return [*rows, Saved("adapters", _adapters(share, linears), "tokens")] if linears else rows
 
 
-def without_gradient(share: Share) -> list[Saved]:
-    """Return those tensors of `block_saved` that the first block does not save. If only adapters are trained, tensors
-    before the first adapter need no gradient, unless checkpointing turns the block's input into a leaf."""
+def missing_in_first(share: Share) -> list[Saved]:
+    """Return those tensors of `block_saved` that the first block does not save: scores that it computes again, and if
+    only adapters are trained, tensors before the first adapter, which need no gradient unless checkpointing turns the
+    block's input into a leaf."""
     spec, run = share.spec, share.run
     first = reached(share)
     if block := block_of(share):
         return saved(before_adapters(block), share) if first == 0 else []
+    again = [Saved("scores", computed_again(share))]
     if first is None:
-        return []
+        return again
     norms = _norms(share)
     before = 1 if first < 2 else spec.norms_per_layer - (spec.norms_per_layer == 4)  # Gemma's last is after the MLP
     gone = [Saved("norms", norms.bytes * before // spec.norms_per_layer, norms.cut)]
-    gone += _attention(share) if first else []
+    gone += _attention(share) if first else again
     if first == 1 and share.fused and share.bytes.residual == adapters_stream(share):
         # The adapter reads the output of the attention kernel without a cast.
         gone.append(Saved("attention output", -share.tokens * share.attention_bytes * spec.query_width))
@@ -117,7 +119,10 @@ def _place(linear: Linear) -> int:
 def _norms(share: Share) -> Saved:
     spec, r = share.spec, share.bytes.residual
     if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm":
-        token = r * spec.hidden + 8  # the input, and the mean (not for RMSNorm) and 1/std in fp32
+        # The input, and the mean (not for RMSNorm) and 1/std in fp32. In compiled code, the inputs of Gemma 2's norms
+        # behind matmuls are the outputs of these.
+        behind = share.bytes.compute if share.blocks_compiled and spec.norms_per_layer == 4 else r
+        token = (r + behind) // 2 * spec.hidden + 8
     else:
         # Several operators in Python save the fp32 input (a copy if the stream is in 16 bits), 1/rms, and for the
         # weight's gradient the normalized tensor.

@@ -26,9 +26,9 @@ from .activations import (
     casts_without_gradient,
     checkpointed,
     int8_inputs,
+    missing_in_first,
     per_device,
     reached,
-    without_gradient,
 )
 from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients, layers_through
@@ -50,6 +50,7 @@ from .temporaries import (
     loss_bytes,
     norm_backward,
     norm_replaced,
+    norm_temporaries,
     optimizer_temporaries,
     outer_activations,
     receive_buffers,
@@ -178,9 +179,8 @@ class StepMemory:
         other = share.remade_masks > 1  # else the backward passes of the first and the last block are the same
         self.last_backward = block_backward(share, saved_by_kind, whole, first=False) if other else self.backward
         self.recomputed = self.backward.recomputed
-        # The first block saves less where nothing before it needs a gradient.
         first = micro_batches_in_flight(run, share.stage, done=share.backward_passes_done)
-        for kind, less in per_device(without_gradient(share), run).items():
+        for kind, less in per_device(missing_in_first(share), run).items():
             if less:
                 self.activations_by_kind[kind] -= less * first
                 self.activations -= less * first
@@ -405,7 +405,7 @@ class StepMemory:
             *in_second,
             in_blocks("the last block of backward", self.still_gathered + units.block, reduction + self.last_working,
                       gradients=grads.stored.before_last + self.last_backward.gradients,
-                      activations=self.last_block + self.at_stage_ends + self.recomputed + self.block_cast
+                      activations=self.last_block + self.at_stage_ends + self.last_backward.recomputed + self.block_cast
                       - self.read_cast),
             in_blocks("the embedding's gradient", self.still_gathered + units.block - freed,
                       reduction + grads.embedding, gradients=grads.stored.after_blocks, activations=self.others),
@@ -486,6 +486,8 @@ class StepMemory:
         gathered = units.resident + units.block + units.prefetched if units.prefetched else stays
         last_but_one = units.block + (units.prefetched or units.block + units.experts) + self.still_gathered
         last_but_one -= units.outside if units.head else 0
+        # Before a block's gradients are copied for their reduction, the backward pass of its first norm ends.
+        reducing += 0 if is_flat(self.share.run) else norm_temporaries(self.share)
         return [
             moment("the second block of backward", gathered,
                    behind + self.working,

@@ -16,13 +16,25 @@ def score_elements(share: Share) -> int:
 def kept_scores(share: Share) -> int:
     """Return the bytes of saved scores: the output of softmax and the factor of V. Compiled code saves the input of
     softmax, as wide as the mask, instead of its output. The dropout mask and the output of a softcap's tanh are saved
-    too."""
-    spec, c = share.spec, share.attention_bytes
+    too. A compiled block that is recomputed writes the output of softmax in fp32 besides the 16-bit factor of V, or, if
+    the outputs of matmuls are saved, the scores."""
+    spec, run, c = share.spec, share.run, share.attention_bytes
     if _compiled(share):
         element = share.bytes.residual + c + (spec.attention_dropout > 0) + c * bool(spec.attention_softcap)
+        if run.checkpointing:
+            element = c + (4 * (c < 4) if run.checkpointing == "full" else c)
         return score_elements(share) * element
-    layers = unmasked_layers(spec, share.run) if share.kernel == "math" else spec.layers
+    layers = unmasked_layers(spec, run) if share.kernel == "math" else spec.layers
     return score_elements(share) * softmax_element(share) * layers // spec.layers
+
+
+def computed_again(share: Share) -> int:
+    """Return how many bytes of `kept_scores` a compiled first block does not save: with a softcap, it computes the
+    input of softmax again from the output of the matmul. In later blocks the partitioner does not repeat the sum with
+    the mask, which was first used far before them (torch/_functorch/partitioners.py, ban_if_used_far_apart)."""
+    if not (_compiled(share) and share.first and share.spec.attention_softcap) or share.run.checkpointing:
+        return 0
+    return score_elements(share) * share.bytes.residual
 
 
 def softmax_element(share: Share) -> int:
@@ -48,8 +60,8 @@ def forward_scores(share: Share) -> int:
     if not share.writes_scores:
         return 0
     spec, run, c, p = share.spec, share.run, share.attention_bytes, share.softmax_bytes
-    if _compiled(share):  # under autocast, the 16-bit output of the matmul
-        element = c * share.autocast + (share.bytes.residual + c) * (run.checkpointing is not None)
+    if _compiled(share):  # the output of the matmul, if it is not saved, and from it the factor of V, if it is narrower
+        element = (c + c * (c < 4)) if run.checkpointing else c * (share.autocast and not spec.attention_softcap)
         return score_elements(share) * element // run.tp
     not_kept = p + (c if p != c else 0) if run.checkpointing else 0
     read = p if _widened(share) and not share.autocast else c
@@ -78,23 +90,20 @@ def backward_scores(share: Share) -> int:
 
 
 def _recomputed_element(share: Share) -> int:
-    """Return the temporaries per score in the backward pass of a compiled, recomputed block, beyond `kept_scores`.
+    """Return the temporaries per score in the backward pass of a compiled, recomputed block, beyond `kept_scores`: the
+    gradient, and beside the scores of a selective block the output of softmax in fp32, if a row is too long to be
+    computed again in the kernel that reads it (torch/_inductor/choices.py, should_use_persistent_reduction).
 
-    A kernel reads rows of more than 1,024 scores in a loop, and then writes the output of softmax in fp32 for the next
-    kernel (torch/_inductor/choices.py, should_use_persistent_reduction). The output of shorter rows is computed again
-    from the scores, which stay. If the outputs of matmuls are saved, softmax is first needed together with its
-    gradient: one kernel computes both and overwrites no scores, and a softcap is computed from these. Dropout that is
-    computed again has fp32 random numbers, and Inductor fuses its kernel with the next block's, whose scores, random
-    numbers and factors of V then exist too, because both read GPT-2's mask (torch/_inductor/choices.py,
-    can_fuse_horizontal). All of this is from simulations of an A100.
+    Inductor fuses kernels of neighboring blocks that read the same mask (torch/_inductor/choices.py,
+    can_fuse_horizontal), so that the scores of two blocks exist: of dropout, with random numbers in fp32, and of a
+    softcap that is recomputed without autocast. All of this is from simulations of an A100.
     """
     run, spec, c = share.run, share.spec, share.attention_bytes
     if spec.attention_dropout:
-        return 2 * (2 * c + 4) - (2 * c + 1)
-    if share.autocast:
-        return c
-    written, capped = 4 * (run.seq_len > LONGEST_ROW), c * bool(spec.attention_softcap)
-    return written + c - capped if run.checkpointing == "selective" else (written or c) + 2 * capped
+        return 2 * (2 * c + 4) - kept_scores(share) // score_elements(share)
+    if run.checkpointing == "selective":
+        return c + 4 * (run.seq_len > LONGEST_ROW)
+    return 4 * c if spec.attention_softcap and not share.autocast else c
 
 
 def causal_mask(share: Share) -> int:

@@ -114,9 +114,9 @@ class Share:
         """Whether the head's gradient is computed last, together with the embedding's, so that the gradient of the
         logits stays until then. This happens to a tied weight if one compiled graph contains both: the matmul and the
         sum become one operator (torch/_inductor/fx_passes/post_grad.py, addmm), unless autocast casts the head's
-        gradient first, or it is a slice of a padded matmul."""
+        gradient first, or it is a slice of a padded matmul. transformers' call of flash-attn breaks the graph."""
         run, whole = self.run, self.first and self.last and self.run.world_size == 1
-        at_once = self.autocast or self.pads_rows or run.lora or run.kernels
+        at_once = self.autocast or self.pads_rows or run.lora or run.kernels or run.attention == "flash"
         return self.compiled and self.ties_head and whole and not at_once
 
     @property

@@ -202,14 +202,16 @@ def block_backward(
 
     `saved_by_kind` is what its forward pass saved, and `whole` what it would save without checkpointing. A compiled
     graph expands a mask for all heads once, in its `first` block. With several micro-batches, the block's gradients are
-    added to the accumulated ones, unless FSDP2 has only shards of these, or sums in another dtype.
+    added to the accumulated ones, unless FSDP2 has only shards of these, or sums in another dtype, or one compiled
+    graph returns all gradients at its end.
     """
     spec, run = share.spec, share.run
     in_backward = stack_of(run).steps_in_backward(run)
     # A compiled block returns all its gradients at its end.
     own = not run.lora and not run.offload and (run.compile or not in_backward)
     added = waits(run) and reduced_bytes(run, share.bytes) == share.bytes.gradients
-    own = own and (run.accumulation == 1 or (uses_fsdp(run) and not added))
+    one_graph = share.blocks_compiled and run.world_size == 1
+    own = own and (run.accumulation == 1 or one_graph or (uses_fsdp(run) and not added))
     gradient = share.bytes.gradients if own else 0
     if block := block_of(share):
         saved_bytes = sum(saved_by_kind.values())
@@ -223,13 +225,18 @@ def block_backward(
         recomputed = sum(whole.values()) - saved_by_kind.get("matmul outputs", 0) - whole.get("int8 inputs", 0)
         if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm" or share.bytes.residual == 4:
             recomputed -= saved_by_kind["block inputs"]  # the first norm's own
-    # The residual stream is computed again from the outputs of matmuls. Keys and values with adapters are first
-    # expanded to all heads, in all blocks, as simulations show.
-    sums = [linear for linear in adapted(spec, run) if linear.name in ("k_proj", "v_proj")]
-    if sums and run.checkpointing and not saved_by_kind["block inputs"]:
+    # The residual stream is computed again from the outputs of matmuls. Keys and values with adapters, or beside a mask
+    # of all heads, are first expanded to all heads, in all blocks, as simulations show. In the second case, the
+    # embedding's gradient in fp32 is also allocated first.
+    early = 0
+    if run.checkpointing and not saved_by_kind["block inputs"]:
+        sums = [linear for linear in adapted(spec, run) if linear.name in ("k_proj", "v_proj")]
+        beside = first and one_graph and share.remade_masks > 1 and not run.lora
+        early = 4 * spec.vocab * spec.hidden * (beside and not spec.tied)
+        blocks = share.layers if sums else (share.layers - 1) * beside
         width = 2 * share.bytes.compute * (spec.query_width - spec.key_width)
         width -= adapters_stream(share) * len(sums) * spec.key_width
-        recomputed += share.layers * share.tokens * max(0, width)
+        recomputed += blocks * share.tokens * max(0, width)
     # What is freed before attention's backward pass begins. In compiled code, only adapters' inputs of the MLP are.
     if share.blocks_compiled:
         gone = whole.get("mlp", 0)
@@ -238,7 +245,8 @@ def block_backward(
     else:
         gone = sum(per_device(mlp_saved(share), run).values())
     masks = share.remade_masks if first else min(1, share.remade_masks)
-    return BlockBackward(*_in_halves(share, gone, gradients, masks), recomputed)
+    temporaries, gradients = _in_halves(share, gone, gradients, masks)
+    return BlockBackward(temporaries + early, gradients, recomputed)
 
 
 def forward_height(share: Share) -> int:
@@ -292,10 +300,14 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
         mlp += 4 * share.tokens * (2 * share.mlp_width + spec.hidden)
     if share.writes_scores:
         attention = backward_scores(share) - (0 if recomputed else mlp_kept)
+        if recomputed and run.checkpointing == "selective":
+            attention += share.tokens * c * (4 * spec.hidden + spec.query_width // run.tp)
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
+        if masks and run.checkpointing == "selective" and not run.lora:  # the kernel's sums of gradients, in fp32
+            attention += 4 * share.tokens * spec.query_width // run.tp * (share.remade_masks > 1)
         # In addition to the gradient of the block's output: the inputs of weight gradients, if weights are trained.
-        if again or masks:
+        elif again or masks:
             attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
         attention += score_elements(share) * c * masks // (spec.heads * run.tp)
     at_attention = max(attention, expert_inputs(share) - mlp_kept if spec.experts else attention)
@@ -311,16 +323,26 @@ def expert_inputs(share: Share) -> int:
     return share.tokens * share.expert_bytes * widths // share.run.tp
 
 
-def _writes_norm(share: Share) -> bool:
-    """Whether only adapters are trained and the final norm runs as several operators (transformers' LlamaRMSNorm)."""
+def _written_out(share: Share) -> bool:
+    """Whether norms run as several operators (transformers' LlamaRMSNorm)."""
     written = share.spec.norm == "rmsnorm" and not (share.fuses or share.compiled or share.run.kernels)
-    return share.last and share.run.lora is not None and written and not block_of(share)
+    return written and not block_of(share)
+
+
+def _writes_norm(share: Share) -> bool:
+    """Whether the final norm runs as several operators and only adapters are trained."""
+    return share.last and share.run.lora is not None and _written_out(share)
+
+
+def norm_temporaries(share: Share) -> int:
+    """Return the temporaries of a norm's backward pass: its input's gradient in fp32, and four more tensors for the
+    gradient of the mean of squares."""
+    return 5 * 4 * share.tokens * share.spec.hidden // share.sequence_ranks if _written_out(share) else 0
 
 
 def norm_backward(share: Share) -> int:
-    """Return the temporaries of the final norm's backward pass: its input's gradient in fp32, and four more tensors for
-    the gradient of the mean of squares."""
-    return 5 * 4 * share.tokens * share.spec.hidden // share.sequence_ranks if _writes_norm(share) else 0
+    """Return `norm_temporaries` of the final norm if only adapters are trained."""
+    return norm_temporaries(share) if _writes_norm(share) else 0
 
 
 def norm_replaced(share: Share) -> int:
