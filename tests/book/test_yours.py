@@ -88,6 +88,12 @@ def test_the_readme_names_every_function_and_links_its_file():
     assert set(ASKED.values()) <= set(re.findall(r"\]\((\w+\.py)\)", README))
 
 
+def test_the_readme_installs_what_the_notebooks_install():
+    """The checks of the exercises need no more than the pages, but matplotlib too."""
+    setup = (ROOT / "book" / "_setup.ipy").read_text(encoding="utf-8")
+    assert re.findall(r"llmlab\[.*?\]", README) == re.findall(r"llmlab\[.*?\]", setup)
+
+
 def test_a_new_folder_passes_and_lists_what_is_not_written_yet(copy):
     code, said = run(copy)
     assert code == 0 and " failed" not in said, said
