@@ -51,15 +51,6 @@ def held_and_peak(run: Callable[[], Any]) -> tuple[int, int, Any]:
     return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, result
 
 
-# ---- softmax, dropout, norms, loss
-
-
-def test_rms_norm_of_two_dtypes_is_not_fused(card):
-    """native/layer_norm.cpp, rms_norm_symint: only where weight and input have one dtype."""
-    x, weight = on_card(M, N, dtype=torch.bfloat16), on_card(N)
-    assert held_and_peak(lambda: F.rms_norm(x, (N,), weight))[0] > FULL + block(4 * M)
-
-
 # ---- attention
 
 

@@ -1,12 +1,8 @@
-"""What CUDA's reductions, products and sorts take besides their outputs, each figure derived from its source here.
-
-M  rows    N  columns
-"""
+"""Operators as CUDA's kernels allocate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
 from typing import Any
 
 import pytest
@@ -44,21 +40,6 @@ def peak(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def block(size: int) -> int:
-    return ceil(size / 512) * 512
-
-
-# ---- reductions
-
-
-def test_values_are_followed_through_reductions(card):
-    mask = torch.ones(4, 8, dtype=torch.bool, device="cuda")
-    assert bool(mask.all()) and mask.sum().item() == 32 and torch.arange(5, device="cuda").max().item() == 4
-
-
-# ---- products
-
-
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(card, contiguous):
     """native/Linear.cpp: addmm, or matmul, whose input is copied, and add_."""
@@ -67,15 +48,6 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(card, contig
     x = made(64, 32, 256) if contiguous else made(32, 64, 256).transpose(0, 1)
     out, copied = 64 * 32 * 512 * 4, 64 * 32 * 256 * 4
     assert peak(lambda: layer(x)) == (out if contiguous else out + copied)
-
-
-# ---- sorts, indices, draws
-
-
-# ---- between host and GPU
-
-
-# ---- operators that are composed of others
 
 
 def test_the_cpu_composes_safe_softmax_of_the_same_parts():
@@ -88,7 +60,19 @@ def test_the_cpu_composes_safe_softmax_of_the_same_parts():
     assert 5 * n + 64 <= meter.peak_allocated <= 5 * n + 64 + 64
 
 
-# ---- norms, libraries
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_says_that_on_the_card_it_is_a_kernel_of_cudnn(card, layer):
+    layer(16, 32, 2).cuda()(made(4, 2, 16))[0].sum().backward()
+    (note,) = card.notes
+    assert note.code == "library-workspace" and "cuDNN" in note and f"torch.{layer.__name__.lower()}" in note
+
+
+def test_rms_norm_of_two_dtypes_is_not_fused(card):
+    """native/layer_norm.cpp, rms_norm_symint: only where weight and input have one dtype."""
+    x, weight = made(64, 256, dtype=torch.bfloat16, grad=True), made(256, grad=True)
+    before = torch.cuda.memory_allocated()
+    _out = F.rms_norm(x, (256,), weight)
+    assert torch.cuda.memory_allocated() - before > 4 * 64 * 256 + 512
 
 
 @pytest.mark.parametrize("function", [F.silu, F.mish])
@@ -96,10 +80,3 @@ def test_a_backward_that_is_also_written_in_other_operators_is_the_one_kernel_th
     x, grad = made(1024, 256, grad=True), made(1024, 256)
     y = function(x)
     assert peak(lambda: torch.autograd.grad(y, x, grad)) == 4 * x.numel()
-
-
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_layer_says_that_on_the_card_it_is_a_kernel_of_cudnn(card, layer):
-    layer(16, 32, 2).cuda()(made(4, 2, 16))[0].sum().backward()
-    (note,) = card.notes
-    assert note.code == "library-workspace" and "cuDNN" in note and f"torch.{layer.__name__.lower()}" in note
