@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab.archive import held_out
-from llmlab.base.units import show_bytes
 from llmlab.formulas.inference import kv_cache_bytes
 from llmlab.formulas.memory.states import states
-from llmlab.hardware.gpu import gpus
 
 GPT = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 1000}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -33,22 +31,6 @@ models = st.sampled_from([lab.model(GPT), lab.model(LLAMA)])
 
 def peak(model, run, gpu=None) -> int:
     return lab.estimate(model, run, gpu).peak_allocated
-
-
-@given(models, runs)
-def test_parts_add_up_to_the_peak_and_the_peak_is_the_largest_phase(model, run):
-    report = lab.estimate(model, run, "A100-80GB")
-    assert sum(report.parts.values()) == report.peak_allocated == max(report.phases.values())
-    assert all(size > 0 for size in report.parts.values())
-
-
-@pytest.mark.parametrize("quantization, element", [(None, 2), ("nf4", 4), ("int8", 4)])
-def test_detail_says_what_blocks_keep_in_the_dtype_that_they_keep_it_in(quantization, element):
-    """peft leaves what is not quantized in fp32: the stream between blocks, too."""
-    lora = lab.LoRA(8, ("q_proj", "v_proj"))
-    run = lab.Training(seq_len=64, precision="fp16", checkpointing="full", lora=lora, quantization=quantization)
-    kept = lab.estimate(LLAMA, run).detail["activations"]
-    assert kept["block inputs"] == 3 * 64 * 64 * element
 
 
 @given(models, runs, st.data())
@@ -108,15 +90,3 @@ def test_published_t4_rows_are_explained():
     published = [row for row in lab.records(gpu="T4", source="published") if not held_out(row)]
     errors = [lab.estimate(r.model, r.run, "T4").peak_allocated / r.peak_allocated - 1 for r in published]
     assert statistics.median(map(abs, errors)) <= 0.10
-
-
-def test_a_context_that_is_not_known_is_said_to_count_up_to_the_most_that_is_known():
-    most = show_bytes(max(card.context or 0 for card in gpus()))
-
-    def said(card):
-        return [note for note in lab.estimate("gpt2", lab.Training(), card).notes if note.code == "context-unknown"]
-
-    assert said("T4") == said("cpu") == said(None) == []
-    for card in (card for card in gpus() if card.context is None):
-        (note,) = said(card)
-        assert card.name in note and f"up to {most}" in note
