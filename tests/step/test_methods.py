@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
-from llmlab.step.methods import _distillation
+from llmlab.step.methods import _distillation, loss_of
 from llmlab.step.step import build_step, texts, training_step
 
 TINY = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
@@ -120,3 +120,54 @@ def test_distillation_is_the_divergence_to_the_teacher_at_each_token_but_the_las
     loss, _ = _distillation(run_of("distill"), models, torch.zeros(2, 5, dtype=torch.long))
     student, teacher = (logits[name][:, :-1].reshape(8, 7).log_softmax(-1) for name in ("trained", "teacher"))
     assert loss.item() == pytest.approx((teacher.exp() * (teacher - student)).sum(-1).mean().item())
+
+
+# Two chosen and two rejected sequences, and the sums of their log-probabilities.
+PAIRS = torch.arange(4).unsqueeze(1)
+
+
+def scored(*sums):
+    return lambda input_ids, **_: torch.tensor(sums)[input_ids[:, 0]].unsqueeze(1)
+
+
+@pytest.mark.parametrize(("method", "expected"), [
+    ("dpo", lambda s: -(math.log(s(0.1 * (1 - 2))) + math.log(s(0.1 * (0 - 1)))) / 2),
+    ("kto", lambda s: 1 - (s(-0.1 * (1 - 1)) + s(0.1 * (0 - 1)) + s(-0.1 * (2 - 1)) + s(0.1 * (1 - 1))) / 4),
+])  # fmt: skip
+def test_losses_of_preferences_are_those_of_their_papers(method, expected):
+    """arXiv 2305.18290, equation 7, and 2402.01306, equation 8: log-ratios of 1, 0, 2 and 1, whose mean is 1."""
+    models = {"trained": scored(-1.0, -2.0, -1.0, -2.0), "reference": scored(-2.0, -2.0, -3.0, -3.0)}
+    loss, _ = loss_of(run_of(method), models, PAIRS)
+    assert loss.item() == pytest.approx(expected(lambda x: 1 / (1 + math.exp(-x))))
+
+
+def test_a_reward_models_loss_is_bradley_terrys():
+    logits = torch.tensor([[2.0], [1.0], [-1.0], [1.0]])
+    loss, _ = loss_of(run_of("reward"), {"trained": lambda **_: SimpleNamespace(logits=logits)}, PAIRS)
+    assert loss.item() == pytest.approx((math.log1p(math.exp(-3)) + math.log(2)) / 2)
+
+
+def test_odds_ratios_are_of_mean_log_probabilities():
+    """ORPO: the likelihood of the chosen and -0.1 log sigmoid of log odds; with equal logits each token has 1 / V."""
+    models = {"trained": lambda input_ids, **_: SimpleNamespace(logits=torch.zeros(*input_ids.shape, 10))}
+    loss, logits = loss_of(run_of("orpo"), models, torch.zeros(4, 6, dtype=torch.long))
+    assert loss.item() == pytest.approx(math.log(10) + 0.1 * math.log(2)) and logits.shape == (4, 6, 10)
+    likely = torch.zeros(4, 6, 2)
+    likely[:2, :, 0], likely[2:, :, 1] = math.log(3), math.log(3)  # the chosen have 3/4, the rejected 1/4
+    loss, _ = loss_of(run_of("orpo"), {"trained": lambda **_: SimpleNamespace(logits=likely)},
+                      torch.zeros(4, 6, dtype=torch.long))  # fmt: skip
+    assert loss.item() == pytest.approx(math.log(4 / 3) + 0.1 * math.log1p(1 / 9))  # odds of 3 over 1/3
+
+
+@pytest.mark.parametrize(("ratio", "clipped"), [(1.5, 1.2), (1.1, 1.1), (0.5, 0.5)])
+def test_ppo_clips_a_policy_that_has_moved_up_and_adds_a_tenth_of_the_values_error(ratio, clipped):
+    """arXiv 1707.06347, equation 7, for advantages of 1."""
+    answers = iter([torch.zeros(2, 4), torch.full((2, 4), math.log(ratio))])
+    hidden = SimpleNamespace(last_hidden_state=torch.full((2, 4, 1), 3.0))
+    values = SimpleNamespace(base_model=lambda **_: hidden, score=lambda hidden: hidden)
+    models = {"trained": lambda **_: next(answers), "value": values, "reward": lambda **_: None}
+    run = run_of("ppo", **GENERATED, reference="precomputed")
+    away = math.log(ratio)  # the policy before it moved is the reference
+    penalty = math.exp(-away) + away - 1
+    loss, _ = loss_of(run, models, torch.zeros(2, 4, dtype=torch.long))
+    assert loss.item() == pytest.approx(-clipped + 0.1 * penalty + 0.1 * 9)
