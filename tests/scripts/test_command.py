@@ -176,3 +176,10 @@ def test_what_starts_no_script_is_refused_with_what_to_give(here, words, said):
     with pytest.raises(SpecError) as error:
         command(words)
     assert said in str(error.value)
+
+
+def test_the_rank_of_another_node_is_not_carried_out_and_that_is_said(here):
+    words = ["torchrun", "--nnodes=2", "--nproc_per_node=8", "train.py"]
+    first, second = (command([*words[:1], f"--node_rank={rank}", *words[1:]]) for rank in (0, 1))
+    (note,) = second.notes
+    assert note.startswith("--node_rank 1 was not carried out: rank 0") and not first.notes

@@ -1,15 +1,12 @@
 """The device cuda is the simulated GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_checkpointing_holds_less_and_recomputes_code_that_says_cuda():

@@ -1,7 +1,5 @@
 """What Dynamo compiles, and how often."""
 
-from __future__ import annotations
-
 import re
 import warnings
 
@@ -15,9 +13,7 @@ from llmlab import Training
 from llmlab.simulation.simulator import simulator
 
 pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
-pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32")
+pytestmark = [pytest.mark.usefixtures("no_gpu"), pytest.mark.filterwarnings("ignore:.*TensorFloat32")]
 
 MiB = 2**20
 

@@ -1,7 +1,5 @@
 """torch.compile on the simulated GPU: what Inductor keeps, frees and makes again is what the GPU holds."""
 
-from __future__ import annotations
-
 import re
 import warnings
 
@@ -15,11 +13,9 @@ from llmlab import Training
 from llmlab.simulation.simulator import simulator
 
 pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
 
 MiB = 2**20
-pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32")
+pytestmark = [pytest.mark.usefixtures("no_gpu"), pytest.mark.filterwarnings("ignore:.*TensorFloat32")]
 
 
 def taken(function, *inputs):

@@ -1,7 +1,5 @@
 """The simulator is installed once, and leaves nothing."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -14,8 +12,7 @@ from llmlab.base.compat import symbol
 from llmlab.base.errors import SpecError
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def gpt2(layers: int = 2) -> nn.Module:

@@ -1,7 +1,5 @@
 """Values that are known on the simulated GPU."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

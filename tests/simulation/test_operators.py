@@ -1,7 +1,5 @@
 """lab.simulator against what others published: single operators on an A100, BERT-large on a V100, formulas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from llmlab.base.compat import FakeTensorMode
 from llmlab.simulation.engine.operators import cast_copies, changes_values_alone, is_composite, mixed_devices
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

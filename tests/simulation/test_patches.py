@@ -1,7 +1,5 @@
 """Operators as CUDA's kernels allocate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,7 @@ from torch import Tensor, nn
 import llmlab as lab
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture

@@ -328,8 +328,6 @@ def test_sharded_weights_are_initialized_on_the_card():
         assert model[1].weight.grad.to_local().shape == (64, 256)
 
 
-
-
 def test_weights_are_drawn_once_where_values_are_assumed():
     with lab.simulator(CARD, assume=1.0):
         weight = torch.empty(8, 8, device="cuda")

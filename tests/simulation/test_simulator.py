@@ -1,7 +1,5 @@
 """`lab.simulator`: scripts written for "cuda" run on a machine without it, and torch is as it was afterwards."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -12,8 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 VOCAB, T = 50257, 128
 

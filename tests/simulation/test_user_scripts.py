@@ -1,7 +1,5 @@
 """Scripts as strangers write them for "cuda", inside `lab.simulator`: they run, and show the bytes per GPU would."""
 
-from __future__ import annotations
-
 import copy
 import math
 import subprocess
@@ -17,8 +15,7 @@ import llmlab as lab
 from llmlab.base.errors import NotAvailable
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 MiB = 1 << 20
 

@@ -1,7 +1,6 @@
 """Whole numbers and flags read from the simulated GPU: a value goes through, a size is refused by its line."""
 
-from __future__ import annotations
-
+import runpy
 import sys
 import warnings
 from collections import Counter
@@ -139,3 +138,29 @@ def test_what_scripts_ask_of_cuda_besides_memory_has_an_answer():
             torch.backends.cuda.preferred_blas_library("cublaslt")
         with pytest.raises(NotAvailable, match="graphs are not simulated"):
             torch.cuda.graph_pool_handle()
+
+
+def test_a_flag_is_false(tokens):
+    with pytest.warns(UserWarning, match=r"bool\(\)"):
+        assert (1 if (tokens == 3).all() else 2) == 2
+
+
+ASSERTIONS = """
+same = tokens == tokens.flip(0)
+assert same.all()
+assert not same.any()
+assert same.all() and not (same.any() or bool(same[0])), "these are alike"
+assert tokens.float().mean().item() > 99
+"""
+
+
+def test_assertions_hold(tokens, tmp_path):
+    script = tmp_path / "script.py"  # pytest rewrites its own files' assertions
+    script.write_text(ASSERTIONS)
+    runpy.run_path(str(script), {"tokens": tokens})
+
+
+def test_a_loop_that_a_placeholder_keeps_going_is_refused(tokens):
+    with pytest.raises(NotAvailable, match="kept a loop going 1000 times"):
+        while not (tokens == 3).all():
+            pass

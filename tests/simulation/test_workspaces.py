@@ -3,8 +3,6 @@
     B  batch    H  heads    T  positions    D  head size    N  width    M  rows
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import ceil
 from typing import Any
@@ -19,8 +17,7 @@ import llmlab as lab
 from llmlab.formulas.inference import kv_cache_bytes
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 CARD = "A100-40GB"
 M, N = 64, 256
