@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab.base.units import MiB, show_bytes
+from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.memory.step import step_memory
+from llmlab.formulas.report import assessed, fullest
 from llmlab.hardware.gpu import gpus
 
 QV = lab.LoRA(rank=8, targets=("q_proj", "v_proj"))
@@ -83,3 +86,21 @@ def test_a_context_that_is_not_known_is_said_to_count_up_to_the_most_that_is_kno
     for card in (card for card in gpus() if card.context is None):
         (note,) = said(card)
         assert card.name in note and f"up to {most}" in note
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_fullest_stage_decides_and_a_plan_that_looks_at_three_finds_it(stages):
+    """The last stage has the logits of 128,256 words; a GPU with room for the others alone is too small."""
+    spec = lab.model("meta-llama/Llama-3.2-1B")
+    run = lab.Training(micro_batch=8, seq_len=2048, pp=stages, accumulation=stages, precision="bf16", optimizer="sgd",
+                       checkpointing="full")  # fmt: skip
+    card = lab.gpu("A100-80GB")
+    first, *_, last = (max(moment.total for moment in step_memory(share_of(spec, run, card, False, stage)).moments())
+                       for stage in range(stages))  # fmt: skip
+    assert last > 1.5 * first
+    small = replace(card, memory=(first + last) // 2)
+    report, fit = assessed(spec, run, small)
+    assert fit.outcome == fullest(spec, run, small).outcome == "out of memory"
+    assert f"in stage {stages - 1} of the pipeline" in lab.estimate(spec, run, small).where
+    (note,) = (note for note in report.notes if note.code == "fullest-stage")
+    assert f"that of stage {stages - 1} is the highest" in note

@@ -202,7 +202,7 @@ def test_one_line_says_what_the_model_is():
     assert all("\n" not in str(model(name)) for name in models())
 
 
-@pytest.mark.parametrize(("typed", "download"), [("nobody/has-this", "nobody/has-this"), ("no such model", "OWNER/NAME")])
+@pytest.mark.parametrize(("typed", "download"), [("nobody/such-a", "nobody/such-a"), ("no such model", "OWNER/NAME")])
 def test_a_repository_that_is_not_known_can_be_downloaded_by_its_name(typed, download):
     with pytest.raises(UnknownName, match=f"llmlab models --download {download}`"):
         model(typed)

@@ -99,6 +99,7 @@ def test_gradients_are_not_sent_after_a_micro_batch_where_the_run_says_so():
     ({"dp": 2, "tp": 2}, NotAvailable, "dp=2, tp=2 with zero=0"),
     ({"dp": 2, "tp": 2, "zero": 1}, NotAvailable, "dp=2, tp=2 with zero=1"),
     ({"tp": 2, "lora": lab.LoRA()}, NotAvailable, "tp=2 with LoRA"),
+    ({"dp": 4, "zero": 1, "dp_replicate": 2}, NotAvailable, "dp_replicate=2 with zero=1"),
     ({"tp": 4}, SpecError, "tp=4 does not divide .* 2 key-value heads"),
     ({"tp": 2, "sequence_parallel": True, "seq_len": 33}, SpecError, "33 tokens of seq_len"),
 ])  # fmt: skip
@@ -108,6 +109,8 @@ def test_what_torchs_engines_do_not_do_is_refused_by_name(fields, error, words):
 
 
 def test_what_they_do_is_not_refused():
+    with pytest.raises(NotAvailable, match="tp=2 for gpt2"):  # whose linears have other names
+        check_ranks(lab.model("gpt2"), lab.Training(tp=2), "measure")
     for fields in ({"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 4, "zero": 3, "dp_replicate": 2}, {"tp": 2},
                    {"dp": 2, "tp": 2, "zero": 2}, {"dp": 2, "zero": 3, "precision": "mixed-bf16"}):  # fmt: skip
         check_ranks(lab.model(LLAMA), lab.Training(seq_len=32, **fields), "measure")

@@ -53,6 +53,12 @@ def test_sizes_that_a_trace_could_not_vary_are_found_in_its_factors(fixed):
     }  # fmt: skip
 
 
+def test_sizes_that_are_multiples_of_one_another_are_told_apart_by_the_bytes_of_an_element():
+    """With an MLP 4 times as wide as the model, 4 · h · f bytes of fp32 weights are also 1 · f · f."""
+    weight = Term((Monomial(4.0 * H * 3072, 0, 0),), "weights", "h.*.mlp", "empty")
+    assert formulas(0, weight, precision="fp32") == {"empty": "4 · hidden · intermediate"}
+
+
 def test_numbers_of_up_to_eight_bytes_are_plain_and_sums_have_both_terms():
     found = formulas(0, Term((Monomial(8.0, 1, 1),), "inputs", "", "ids"),
                      Term((Monomial(4.0, 1, 1), Monomial(2.0 * H, 0, 0)), "other", "ln", "sum"))  # fmt: skip
