@@ -15,7 +15,7 @@ from llmlab.formulas.time.kernels import kernels
 from llmlab.hardware.links import cluster
 
 H100 = cluster("H100", "InfiniBand-NDR")
-LLAMA, LLAMA_405B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-405B"
+LLAMA = "meta-llama/Llama-3.1-8B"
 SMALL = Training(micro_batch=8, precision="autocast-bf16")
 DEEP = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 64,
         "intermediate_size": 28672, "vocab_size": 1000, "max_position_embeddings": 4096,

@@ -9,7 +9,7 @@ from benchmarks.memory import megatron_runs
 from llmlab.formulas.memory.megatron_step import MegatronMemory, layers_in_flight
 from llmlab.formulas.memory.share import share_of
 
-RUN, OWN = megatron_runs.TE, "megatron:transformer_engine=False"
+RUN = megatron_runs.TE
 TENSOR = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
 PP4 = lab.Training(pp=4, accumulation=8)
 INTERLEAVED = replace(PP4, virtual_stages=8)

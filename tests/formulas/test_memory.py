@@ -90,3 +90,10 @@ def test_published_t4_rows_are_explained():
     published = [row for row in lab.records(gpu="T4", source="published") if not held_out(row)]
     errors = [lab.estimate(r.model, r.run, "T4").peak_allocated / r.peak_allocated - 1 for r in published]
     assert statistics.median(map(abs, errors)) <= 0.10
+
+
+@given(models, runs)
+def test_parts_add_up_to_the_peak_and_the_peak_is_the_largest_phase(model, run):
+    report = lab.estimate(model, run, "A100-80GB")
+    assert sum(report.parts.values()) == report.peak_allocated == max(report.phases.values())
+    assert all(size > 0 for size in report.parts.values())

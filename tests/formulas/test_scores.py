@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import strategies as st
 
 import llmlab as lab
 
@@ -11,16 +10,6 @@ GPT = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positio
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
          "num_hidden_layers": 3, "intermediate_size": 176, "vocab_size": 1000,
          "max_position_embeddings": 256}  # fmt: skip
-runs = st.builds(
-    lab.Training,
-    micro_batch=st.integers(1, 8),
-    seq_len=st.sampled_from([16, 64, 256]),
-    precision=st.sampled_from(["fp32", "bf16", "autocast-fp16", "mixed-bf16"]),
-    optimizer=st.sampled_from(["sgd", "adamw", "adamw-fused", "adamw-8bit", "adafactor", "lion"]),
-    checkpointing=st.sampled_from([None, "selective", "full"]),
-    attention=st.sampled_from(["eager", "sdpa"]),
-    accumulation=st.sampled_from([1, 4]),
-)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "autocast-bf16"])

@@ -1,6 +1,5 @@
 """The nearest question that has an answer."""
 
-
 import llmlab as lab
 from llmlab.planning.confirm import NotSimulated
 from llmlab.planning.machines import machines

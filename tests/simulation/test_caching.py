@@ -268,28 +268,6 @@ def test_a_failed_request_releases_the_cached_segments_and_asks_again():
     allocator.free(kept)
 
 
-def fragmented(config):
-    """Return an allocator of 80 MiB whose free 40 MiB lie apart: every other one of four 20 MiB pieces of two 40s."""
-    allocator = Allocator(capacity=80 * MiB, config=config)
-    for address in [allocator.malloc(40 * MiB), allocator.malloc(40 * MiB)]:
-        allocator.free(address)
-    pieces = [allocator.malloc(20 * MiB) for _ in range(4)]
-    for address in pieces[1::2]:
-        allocator.free(address)
-    assert (allocator.allocated, allocator.reserved) == (40 * MiB, 80 * MiB)
-    return allocator
-
-
-def test_fragmentation_fails_a_request_that_the_free_memory_would_hold():
-    allocator = fragmented(AllocatorConfig())
-    assert allocator.stats()["inactive_split_bytes.all.current"] == 40 * MiB
-    with pytest.raises(AllocatorOutOfMemory) as caught:
-        allocator.malloc(40 * MiB)
-    error = caught.value
-    assert error.reserved - error.allocated == error.segment == error.requested == 40 * MiB
-    assert (error.capacity, allocator.statistics.num_ooms) == (80 * MiB, 1)
-
-
 def test_a_block_freed_on_one_stream_does_not_serve_another():
     allocator = Allocator()
     address = allocator.malloc(30 * MiB, stream=1)

@@ -1,6 +1,5 @@
 """What a rank knows after a collective."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

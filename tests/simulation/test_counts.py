@@ -1,6 +1,5 @@
 """Counts of tokens by expert."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,6 +1,5 @@
 """The driver below the allocator."""
 
-
 import pytest
 
 from llmlab.base.errors import SpecError

@@ -1,5 +1,7 @@
 """torch.compile on the simulated GPU: what Inductor keeps, frees and makes again is what the GPU holds."""
 
+from __future__ import annotations
+
 import re
 import warnings
 
@@ -13,9 +15,11 @@ from llmlab import Training
 from llmlab.simulation.simulator import simulator
 
 pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
 
 MiB = 2**20
-pytestmark = [pytest.mark.usefixtures("no_gpu"), pytest.mark.filterwarnings("ignore:.*TensorFloat32")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32")
 
 
 def taken(function, *inputs):
@@ -45,6 +49,23 @@ def test_backward_of_a_pointwise_chain_needs_its_input_alone():
     x = torch.zeros(4, MiB, requires_grad=True)
     assert taken(chain, x)[1] == 3 * 16 * MiB  # the result, and those of exp and cos
     assert taken(torch.compile(chain), x)[1] == 16 * MiB  # all is computed again from x
+
+
+def test_a_module_with_a_hook_is_compiled_once():
+    """Dynamo guards all modules' hooks where one has its own; the simulator's are among those, and not as it traces."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with simulator("A100-40GB"):
+        model = nn.Sequential(nn.Linear(8, 8)).cuda()
+        model[0].register_forward_pre_hook(lambda module, args: None)
+        compiled, x = torch.compile(model, backend=backend), torch.zeros(4, 8, device="cuda")
+        for _ in range(3):
+            compiled(x)
+    assert len(graphs) == 1
 
 
 class Model(nn.Module):
@@ -122,6 +143,24 @@ def test_a_compiled_product_of_float8_takes_its_result_and_cublaslts_workspace()
             assert not [note for note in sim.notes if note.code == "ran-eager"]
 
 
+def test_another_shape_is_compiled_anew():
+    function = torch.compile(chain)
+    assert taken(lambda x, y: [function(x), function(y)], torch.zeros(2, MiB), torch.zeros(3, MiB))[1] == 5 * 4 * MiB
+
+
+def test_what_inductor_cannot_compile_runs_eager_and_is_named(monkeypatch):
+    from torch._inductor.graph import GraphLowering
+
+    def fails(self, *args):
+        raise NotImplementedError("no lowering")
+
+    monkeypatch.setattr(GraphLowering, "run", fails)
+    sim, eager = trained(torch.compile), trained(lambda model: model)
+    note = next(note for note in sim.notes if note.code == "ran-eager")
+    assert re.search(r"test_inductor\.py\", line \d+, in layer.*no lowering", note)
+    assert sim.peak_allocated == eager.peak_allocated
+
+
 def test_the_buffers_are_those_of_inductor_on_a_cpu():
     """The same graph on this machine's CPU, compiled for real: products and element-wise chains fuse alike."""
     from torch._inductor.utils import run_and_get_code
@@ -154,3 +193,31 @@ def test_lab_simulate_compiles():
     assert compiled.peak_allocated < 0.8 * eager.peak_allocated
     assert not [note for note in compiled.notes if note.code == "ran-eager"]
     assert compiled.flops == eager.flops
+
+
+@pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
+def test_a_step_is_compiled_once(monkeypatch, checkpointing):
+    """Not for each micro-batch, whatever follows its modules: forward's graph and backward's, and no more."""
+    from torch._inductor import compile_fx
+
+    compiled = []
+    real = compile_fx.compile_fx_inner
+
+    def counted(*args, **options):
+        compiled.append(bool(options.get("is_backward")))
+        return real(*args, **options)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", counted)
+    config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 1024}
+    lab.simulate(config, Training(1, 64, compile=True, checkpointing=checkpointing, accumulation=2), "A100")
+    assert compiled == [False, True]
+
+
+def test_nothing_of_it_stays():
+    taken(torch.compile(chain), torch.zeros(2))
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+    from torch._inductor import compile_fx
+
+    assert CatchErrorsWrapper.__call__.__module__ == "torch._dynamo.convert_frame"
+    assert compile_fx.compile_fx.__module__ == "torch._inductor.compile_fx"
+    assert torch.equal(torch.compile(chain, backend="eager")(torch.zeros(2)), chain(torch.zeros(2)))

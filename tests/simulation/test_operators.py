@@ -1,7 +1,5 @@
 """lab.simulator against what others published: single operators on an A100, BERT-large on a V100, formulas."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from llmlab.simulation.simulator import simulator
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 aten = torch.ops.aten
 f16, f32 = torch.float16, torch.float32

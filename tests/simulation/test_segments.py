@@ -1,10 +1,9 @@
 """Segments grow by pages, and cached ones are released."""
 
-
 import pytest
 
 from llmlab.base.units import MiB
-from llmlab.simulation.allocator.caching import Allocator
+from llmlab.simulation.allocator.caching import Allocator, AllocatorOutOfMemory
 from llmlab.simulation.allocator.config import AllocatorConfig
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -119,3 +118,13 @@ def test_garbage_collection_releases_the_segments_unused_for_longest_and_only_be
 
     assert reserved_after(fraction=0.9) == [60, 110, 120]
     assert reserved_after(fraction=1.0) == [60, 100, 110, 120]
+
+
+def test_fragmentation_fails_a_request_that_the_free_memory_would_hold():
+    allocator = fragmented(AllocatorConfig())
+    assert allocator.stats()["inactive_split_bytes.all.current"] == 40 * MiB
+    with pytest.raises(AllocatorOutOfMemory) as caught:
+        allocator.malloc(40 * MiB)
+    error = caught.value
+    assert error.reserved - error.allocated == error.segment == error.requested == 40 * MiB
+    assert (error.capacity, allocator.statistics.num_ooms) == (80 * MiB, 1)

@@ -1,6 +1,5 @@
 """Seconds summed over operators, held to measured steps and operators; and the table of rates derived again."""
 
-
 import numpy as np
 import pytest
 

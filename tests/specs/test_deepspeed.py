@@ -1,6 +1,5 @@
 """DeepSpeed's settings."""
 
-
 import pytest
 
 import llmlab as lab

@@ -1,6 +1,5 @@
 """What LitGPT runs."""
 
-
 import llmlab as lab
 
 

@@ -1,12 +1,10 @@
 """Options of Megatron-LM."""
 
-
 import pytest
 
 import llmlab as lab
-from benchmarks.memory import megatron_runs
 
-RUN, OWN = megatron_runs.TE, "megatron:transformer_engine=False"
+OWN = "megatron:transformer_engine=False"
 
 
 def test_the_name_alone_is_megatron_in_bf16():

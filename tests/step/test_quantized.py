@@ -1,6 +1,5 @@
 """Linear layers whose weights are quantized."""
 
-
 from torch import nn
 
 import llmlab as lab
