@@ -33,8 +33,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     @click.option("--method", default="full", show_default=True, help="Train all weights (full), or LoRA or "
                   "QLoRA adapters. One of full, lora, qlora.")
     @click.option("--allow", multiple=True, metavar="NAME",
-                  help="Let the search also change optimizer, precision (to bf16 weights), kernels, fp8, lora or "
-                  "seq_len. Repeatable.")
+                  help="An option that the search may change too. One of optimizer, precision (to bf16 weights), "
+                  "kernels, fp8, lora, seq_len. Repeatable.")
     @click.option("--fixed", multiple=True, metavar="FIELD=VALUE",
                   help="Fix a training option of `llmlab estimate`, written with underscores, for example "
                   "seq_len=4096. Repeatable.")
@@ -57,8 +57,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         Formulas rank the configurations, and simulations confirm the best ones. A star marks memory that was estimated
         because llmlab cannot simulate the run. A dagger marks memory that was simulated without torch.compile; the
         compiled step needs at most as much. Ctrl-C stops the search and prints the best configurations so far. With
-        --goal cheapest, the search also tries GPU models other than that of --gpus, if their price is known. It never
-        uses more GPUs than --gpus has.
+        --goal cheapest, the search also tries every other GPU model whose price is known, but no larger number of GPUs.
 
         MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a
         config.json or of its folder.

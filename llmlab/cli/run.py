@@ -55,8 +55,8 @@ OPTIONS = (
                  help="Memory limit of the process in GiB; default: the whole GPU."),
     click.option("--assume", type=float, metavar="X",
                  help="Most simulated tensors hold no data. When the script reads an unknown value from the GPU, such "
-                 "as a loss, it receives X. Without this option, it receives 1.0 (0 for an integer), and "
-                 "prints such a value as a question mark."),
+                 "as a loss, the script receives X; default: 1.0, or 0 for an integer. An unknown value is "
+                 "printed as a question mark, unless float(), int() or bool() has converted it."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
                  help="config.json of a model that the script loads by NAME. Repeatable."),
     click.option("--data", multiple=True, metavar="NAME=FILE",

@@ -31,8 +31,9 @@ KINDS = {  # of kernels: what they are called here, and their colour
 def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Picture:
     """Return one roofline per GPU, with a step's operators as dots, each as large as its share of the time.
 
-    The data sheet's roofline is dashed, the measured one solid. `dtype` names, by GPU, the dtype whose peak is drawn.
-    Raises NotAvailable for a GPU whose rates were never measured, SpecError for a dtype without a rate on its GPU.
+    The roofline of the data sheet is dashed, and that of the rates that records reach is solid. `dtype` names, by GPU,
+    the dtype whose peak is drawn. Raises NotAvailable for a GPU whose rates were never measured, SpecError for a dtype
+    without a rate on its GPU.
     """
     picture, axes = new_picture(3.6, 1, len(steps), sharey=True)
     words = []
@@ -45,7 +46,7 @@ def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Pictu
             raise SpecError(f"{which} for {gpu.name}; give dtype={{{gpu.name!r}: one of {', '.join(rates.matmul)}}}")
         x = [10 ** (i / 20) for i in range(-40, 91)]
         ax.plot(x, [min(peak, i * gpu.bandwidth) for i in x], "--", color=MUTED, lw=1, label="data sheet")
-        ax.plot(x, [min(rates.matmul[which], i * rates.bandwidth) for i in x], color="black", lw=1.4, label="measured")
+        ax.plot(x, [min(rates.matmul[which], i * rates.bandwidth) for i in x], color="black", lw=1.4, label="reached")
         by_kind = dict.fromkeys(KINDS, 0.0)
         for kind, (_, color) in KINDS.items():
             rows = [value for (of, _), value in points.items() if of == kind]

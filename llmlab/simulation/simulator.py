@@ -150,7 +150,7 @@ class Simulator:
         return len(self._simulated.history.entries)
 
     def end_step(self, events: int | None = None) -> None:
-        """Mark the end of a step of the training loop, now or after `events`, so that `growth` can compare two steps."""
+        """Mark the end of a training step, now or after `events`, so that `growth` can compare two steps."""
         self._simulated.history.steps.append(self.events if events is None else events)
 
     @property

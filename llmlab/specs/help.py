@@ -11,10 +11,10 @@ HELP = {
     "accumulation": "Micro-batches per optimizer step.",
     "quantization": "Dtype of the frozen base weights; needs --lora.",
     "double_quant": "Quantize the scales of nf4 weights too (bnb_4bit_use_double_quant).",
-    "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. Without "
-    "this option, every unquantized layer is in fp32, as after peft's prepare_model_for_kbit_training. embeddings: the "
-    "embedding and the head of a quantized model stay in 16 bits. all: every frozen layer stays in 16 bits, as "
-    "when a model is loaded in bf16 and trained with the Trainer's bf16=True.",
+    "half_layers": "Frozen layers whose weights stay in 16 bits; needs --lora and an autocast-* precision. embeddings "
+    "= the embedding and the head of a quantized model; all = every frozen layer, as when a model is loaded in bf16 "
+    "and trained with the Trainer's bf16=True; none = every unquantized layer is in fp32, as after peft's "
+    "prepare_model_for_kbit_training.",
     "zero": "ZeRO stage over the --dp ranks; 2 and 3 are implemented with FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
@@ -48,7 +48,8 @@ HELP = {
     "completion_len": "Tokens to generate; included in --seq-len. Required by ppo and grpo.",
     "mean_completion_len": "Mean tokens of a completion in ppo and grpo; --completion-len is then the maximum. "
     "Default: all completions have --completion-len tokens.",
-    "generations": "Completions of each prompt in ppo and grpo; must divide the completions of an update.",
+    "generations": "Completions per prompt in ppo and grpo. The number of completions per update, which is "
+    "--micro-batch times --accumulation times --dp, must be a multiple of it.",
     "gpu_memory_utilization": "Share of the GPU's memory that the generating engine of ppo and grpo uses.",
     "lora": "Train LoRA adapters of this rank; all other weights are frozen.",
     "lora_targets": "Names of the linear layers that get an adapter, separated by commas; all-linear selects all but "

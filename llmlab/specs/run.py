@@ -318,7 +318,7 @@ class Training(ChoiceSpec):
                                     f"{self.completion_len}, the maximum; give fewer tokens")  # fmt: skip
             if self.global_batch % self.generations:
                 raise SpecError(f"generations={self.generations} does not divide the {self.global_batch} completions "
-                                "of an update; give a divisor")  # fmt: skip
+                                "of an update; give a divisor, or more micro_batch or accumulation")  # fmt: skip
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share < 1:
             raise SpecError(f"gpu_memory_utilization={share!r}: give a share of the GPU's memory, 0 < share < 1")

@@ -53,7 +53,7 @@ def test_a_loop_that_keeps_numbers_does_not_grow():
 @pytest.mark.parametrize("idle", [0, 1])
 def test_outputs_that_are_kept_grow_by_their_bytes(idle):
     """Also beside an optimizer that never steps, because of which the end of an update is only seen at the next one."""
-    idle = [torch.optim.SGD(nn.Linear(1, 1).parameters()) for _ in range(idle)]  # noqa: F841, it only has to exist
+    idle = [torch.optim.SGD(nn.Linear(1, 1).parameters()) for _ in range(idle)]
     report = report_of(lambda loop, output, loss: loop.outputs["logits"].append(output.detach()))
     kept = 4 * D * (B + 64 * (STEPS - 2))  # of the last step but one
     assert sum(report.growth.values()) == pytest.approx(kept, rel=0.1)

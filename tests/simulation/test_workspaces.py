@@ -61,7 +61,8 @@ CHOICES = [  # GPU, dtype, head size, with a mask, and sdp_utils.cpp's choice
     ("A100-40GB", fp32, 64, False, EFFICIENT), ("A100-40GB", bf16, 64, True, EFFICIENT),
     ("A100-40GB", bf16, 264, False, EFFICIENT),
     ("A100-40GB", fp32, 6, False, MATH), ("H100-80GB", bf16, 64, False, CUDNN),
-    ("H100-80GB", bf16, 256, False, FLASH), ("H100-80GB", fp32, 64, False, EFFICIENT),
+    ("H100-80GB", bf16, 256, False, CUDNN), ("B200", bf16, 256, False, FLASH), ("B200", bf16, 128, False, CUDNN),
+    ("H100-80GB", bf16, 264, False, EFFICIENT), ("H100-80GB", fp32, 64, False, EFFICIENT),
 ]  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """A small mixture of experts, trained with and without a balancing loss, at three seeds.
 
-    python -m llmlab.course.experiments.balance
+    python -m llmlab.course.experiments.balance FILE
 
-trains all models again (about five minutes on one core) and writes balance.json, which `results` reads. All models have
-the same size, the same number of steps and the same learning rate. For each seed, the initial weights and the batches
-are the same with and without the balancing loss.
+trains all models again (about five minutes on one core) and writes FILE; `results` reads the package's own. All models
+have the same size, the same number of steps and the same learning rate. For each seed, the initial weights and the
+batches are the same with and without the balancing loss.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .experts import evaluate, trained
+from .sweeps import record_file
 
 RESULTS = Path(__file__).with_suffix(".json")
 BALANCES, SEEDS, STEPS = (0.0, 0.03), (0, 1, 2), 150
@@ -35,8 +36,8 @@ class Result(NamedTuple):
     busiest: float
 
 
-def record() -> None:
-    """Train all models, and write balance.json."""
+def record(path: Path) -> None:
+    """Train all models, and write their results to `path`."""
     torch.set_num_threads(1)
     rows = []
     for balance in BALANCES:
@@ -48,7 +49,7 @@ def record() -> None:
                 rows.append(Result(balance, seed, factor, *numbers)._asdict())
             print(rows[-1], flush=True)
     lines = ",\n ".join(json.dumps(row) for row in rows)
-    RESULTS.write_text(f"[{lines}]\n", encoding="utf-8")
+    path.write_text(f"[{lines}]\n", encoding="utf-8")
 
 
 @cache
@@ -63,4 +64,4 @@ def values(balance: float, factor: float | None, name: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    record()
+    record(record_file())

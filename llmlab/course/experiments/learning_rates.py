@@ -1,16 +1,15 @@
 """Optimizers and warm-up, compared at several learning rates and seeds on a tiny GPT.
 
-    python -m llmlab.course.experiments.learning_rates
+    python -m llmlab.course.experiments.learning_rates FILE
 
-trains all runs again (about 15 minutes on one core) and writes learning_rates.json, which `results` reads. All runs
-have the same model, the same number of steps and tokens, and the same schedule after the first steps. They differ in
+trains all runs again (about 15 minutes on one core) and writes FILE; `results` reads the package's own. All runs have
+the same model, the same number of steps and tokens, and the same schedule after the first steps. They differ in
 optimizer, peak learning rate, warm-up and seed.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..techniques.learning_rate import warmup_cosine
 from ..techniques.optimizers import Adafactor, AdamW, Lion, root_mean_square
 from ..techniques.optimizers_8bit import AdamW8bit
 from ..techniques.training_loop import Recipe
-from .sweeps import final_loss, fit, grouped, record
+from .sweeps import final_loss, fit, grouped, record, record_file
 
 RESULTS = Path(__file__).with_suffix(".json")
 VOCAB, BATCH, LENGTH, STEPS, WARMUP = 512, 8, 64, 200, 20
@@ -160,5 +159,4 @@ def best(by_rate: dict[float, list[float]]) -> tuple[float, list[float]]:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    record(learn, plan(), path, "llmlab.course.experiments.learning_rates")
+    record(learn, plan(), record_file(), "llmlab.course.experiments.learning_rates")

@@ -1,8 +1,8 @@
 """Fine-tuning a tiny Llama on a new kind of text, with all weights or with LoRA: its losses on new and on old text.
 
-    python -m llmlab.course.experiments.lora
+    python -m llmlab.course.experiments.lora FILE
 
-trains all runs again (about ten minutes on one core) and writes lora.json, which `results` reads. The model of
+trains all runs again (about ten minutes on one core) and writes FILE; `results` reads the package's own. The model of
 `course.architectures.small` has been trained on Python's documentation. Here it is trained on Python code, the source
 of some modules of the standard library. All runs have the same tokens and the same schedule. They differ in the weights
 that are trained, in the peak learning rate and in the seed.
@@ -28,7 +28,7 @@ from ..quantize.formats import nf4
 from ..techniques.learning_rate import warmup_cosine
 from ..techniques.lora import adapters, inject, merge
 from ..techniques.training_loop import Recipe, evaluate
-from .sweeps import fit, grouped, write
+from .sweeps import fit, grouped, record_file, write
 
 RESULTS = Path(__file__).with_suffix(".json")
 BATCH, LENGTH, STEPS, WARMUP = 2, 128, 200, 10
@@ -195,7 +195,7 @@ def _recorded(part: str) -> list[Any]:
     return json.loads(RESULTS.read_text(encoding="utf-8"))[part]
 
 
-def record(methods: Iterable[str] = tuple(METHODS), path: Path = RESULTS) -> None:
+def record(path: Path, methods: Iterable[str] = tuple(METHODS)) -> None:
     """Train by `methods`. Each uses the first seed at growing rates until the loss on code rises, and then the other
     seeds at the best rate."""
     torch.set_num_threads(1)
@@ -250,4 +250,4 @@ def _append(record: dict[str, list[Any]], part: str, rows: Iterable[tuple[Any, .
 
 
 if __name__ == "__main__":
-    record(path=Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    record(record_file())

@@ -1,9 +1,9 @@
 """A small Llama that is trained long enough for 3 and 4 bits to differ, and the loss that each method adds.
 
-    python -m llmlab.course.experiments.quantization
+    python -m llmlab.course.experiments.quantization FILE
 
-trains the model and quantizes it again (about 5 minutes on one core), and writes quantization.json, which `results`
-reads. The text is the source code of Python's standard library, of the version that the JSON names, because the
+trains the model and quantizes it again (about 5 minutes on one core), and writes FILE; `results` reads the package's
+own. The text is the source code of Python's standard library, of the version that the JSON names, because the
 documentation in the package is too short: a model that is trained for long would memorize it.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 import platform
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from ..quantize.formats import affine
 from ..quantize.formats.affine import Quantized
 from ..quantize.whole import inputs_of, linears, quantize_model
 from ..techniques.training_loop import Recipe, evaluate
-from .sweeps import fit, write
+from .sweeps import fit, record_file, write
 
 RESULTS = Path(__file__).with_suffix(".json")
 VOCAB, BATCH, LENGTH = 1024, 16, 128
@@ -202,7 +201,7 @@ def plan() -> list[tuple[int, bool, str, int, int, int, int]]:
     return list(dict.fromkeys(runs))
 
 
-def record(path: Path = RESULTS) -> None:
+def record(path: Path) -> None:
     """Train and quantize all models, and write the results to `path`."""
     torch.set_num_threads(1)
     models = {(steps, False): model for steps, model in trained().items()}
@@ -237,4 +236,4 @@ def results() -> list[Result]:
 
 
 if __name__ == "__main__":
-    record(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    record(record_file())

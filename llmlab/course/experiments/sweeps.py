@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,6 +57,18 @@ def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
+
+
+def record_file() -> Path:
+    """Return the new file that the command line names for the record; an error if it exists, so that none is lost."""
+    parser = argparse.ArgumentParser(description="Run the experiment again and write its record.")
+    parser.add_argument("file", type=Path, help="new JSON file")
+    path: Path = parser.parse_args().file
+    if path.exists():
+        parser.error(f"{path} exists; name a new file")
+    if not path.parent.is_dir():
+        parser.error(f"{path.parent} is no folder; name a file in one that exists")
+    return path
 
 
 def record(learn: Callable[..., tuple[Any, ...]], runs: Iterable[tuple[Any, ...]], path: Path, command: str) -> None:

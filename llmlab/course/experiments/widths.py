@@ -1,17 +1,16 @@
 """Best learning rates of tiny GPTs of several widths, under rules that scale the rate with the width.
 
-    python -m llmlab.course.experiments.widths
+    python -m llmlab.course.experiments.widths FILE
 
-trains all runs again (about 15 minutes on one core) and writes widths.json, which `results` reads. All runs have the
-same depth, head size, number of steps and tokens, and the same schedule. They differ in method, width, peak learning
-rate and seed.
+trains all runs again (about 15 minutes on one core) and writes FILE; `results` reads the package's own. All runs have
+the same depth, head size, number of steps and tokens, and the same schedule. They differ in method, width, peak
+learning rate and seed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from ..techniques.learning_rate import warmup_cosine
 from ..techniques.optimizers import Adafactor
 from ..techniques.training_loop import Recipe, batch_seed, next_token_loss
 from .learning_rates import texts
-from .sweeps import final_loss, fit, grouped, record
+from .sweeps import final_loss, fit, grouped, record, record_file
 
 RESULTS = Path(__file__).with_suffix(".json")
 VOCAB, BATCH, LENGTH, STEPS, WARMUP = 512, 8, 32, 200, 20
@@ -209,5 +208,4 @@ def losses(method: str) -> dict[int, dict[int, list[float]]]:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    record(learn, plan(), path, "llmlab.course.experiments.widths")
+    record(learn, plan(), record_file(), "llmlab.course.experiments.widths")

@@ -62,7 +62,8 @@ def prefers_cudnn(capability: Capability) -> bool:
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, capability: Capability) -> bool:
     D, Dv = query.shape[-1], value.shape[-1]
-    fits = (D <= 128 and Dv <= 128) or (D, Dv) == (192, 128)
+    # check_cudnn_tensor_shapes of torch 2.13. Newer ones allow 256 on both, with a cuDNN newer than 9.22.
+    fits = max(D, Dv) <= (256 if capability == (9, 0) else 128) or (D, Dv) == (192, 128)
     trains_mask = mask is not None and mask.requires_grad  # autograd has no gradient for cuDNN's bias
     return query.dtype in HALF and fits and D % 8 == 0 and Dv % 8 == 0 and key.shape[2] != 1 and not trains_mask
 
