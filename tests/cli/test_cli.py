@@ -348,7 +348,8 @@ def test_gpus_lists_every_card_with_its_dense_peaks():
 def test_models_lists_every_model_with_its_shape():
     lines = call("models").stdout.splitlines()[1:]
     assert [line.split()[0] for line in lines] == models()
-    assert next(line for line in lines if line.startswith("gpt2 ")).split() == "gpt2 124M 12 768 12/12 1,024".split()
+    (gpt2,) = (line.split() for line in lines if line.startswith("gpt2 "))
+    assert gpt2 == ["gpt2", "124M", "12", "768", "12/12", "1,024"]
     assert next(line.split() for line in lines if line.startswith("meta-llama/Llama-3.1-8B "))[4] == "32/8"
     listed = {entry["name"]: entry for entry in json.loads(call("models", "--json").stdout)}
     assert listed["gpt2"]["parameters"] == 124_439_808

@@ -67,6 +67,20 @@ def formula(model, run):
     return many.plus(few.times(-1))
 
 
+@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_fsdp2_adds_operators_for_each_unit_and_each_parameter(model, zero):
+    run, keys = replace(RUN, optimizer="sgd"), [(back, view) for back in (False, True) for view in (False, True)]
+    ranks = replace(run, dp=8, zero=zero)
+    few, many = (Counter((bool(k.backward), k.kind == "none") for k in log(json.dumps(deep(model, 3)), each)
+                         if k.phase != "optimizer") for each in (run, ranks))  # fmt: skip
+    more = Operators(*(many[key] - few[key] for key in keys))
+    formula = _fsdp_operators(lab.model(deep(model, 3)), ranks)
+    assert (formula.kernels, formula.kernels_back) == (more.kernels, more.kernels_back)
+    assert formula.views == pytest.approx(more.views, rel=0.1)
+    assert formula.views_back == pytest.approx(more.views_back, rel=0.1)
+
+
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 64}
 BLOCKS = [
     *((*each, "mixed-bf16", again) for each in ((LLAMA, None), (LLAMA, "fused-norm"), (GPT2, None))
@@ -301,17 +315,3 @@ def test_torchtitan():
     pytest.importorskip("torchtitan")
     run = replace(RUN, dp=8, zero=3, stack="torchtitan:ac=none")
     assert counted(LLAMA, run) == operators(lab.model({**LLAMA, "num_hidden_layers": 2}), run)
-
-
-@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("zero", [2, 3])
-def test_fsdp2_adds_operators_for_each_unit_and_each_parameter(model, zero):
-    run, keys = replace(RUN, optimizer="sgd"), [(back, view) for back in (False, True) for view in (False, True)]
-    ranks = replace(run, dp=8, zero=zero)
-    few, many = (Counter((bool(k.backward), k.kind == "none") for k in log(json.dumps(deep(model, 3)), each)
-                         if k.phase != "optimizer") for each in (run, ranks))  # fmt: skip
-    more = Operators(*(many[key] - few[key] for key in keys))
-    formula = _fsdp_operators(lab.model(deep(model, 3)), ranks)
-    assert (formula.kernels, formula.kernels_back) == (more.kernels, more.kernels_back)
-    assert formula.views == pytest.approx(more.views, rel=0.1)
-    assert formula.views_back == pytest.approx(more.views_back, rel=0.1)

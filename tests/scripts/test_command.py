@@ -17,6 +17,7 @@ def test_a_script_keeps_its_arguments_as_they_are(here):
     assert command(["train.py", "--steps", "3", "--json"]) == Command("train.py", ("--steps", "3", "--json"))
     assert command(["python", "-u", "train.py", "-u"]) == Command("train.py", ("-u",))
     assert command(["-m", "package.train", "a"]) == Command("package.train", ("a",), module=True)
+    assert command(["A=1", "B=x=y", "python", "train.py"]).environment == {"A": "1", "B": "x=y"}
     script = command(["python", "-X", "faulthandler", "-Wignore", "-W", "error::UserWarning", "-OO", "train.py", "-W"])
     assert script == Command("train.py", ("-W",))
     assert command(["python3.11", "-m", "package.train"]) == Command("package.train", (), module=True)

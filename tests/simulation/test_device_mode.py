@@ -88,3 +88,13 @@ def test_lists_of_the_card_s_numbers_make_tensors():
         assert torch.tensor([lengths[0], lengths[1]], device="cuda").tolist() == [3, 4]
         assert torch.tensor([[lengths[1]], [2]]).tolist() == [[4], [2]]
         assert str(torch.tensor([losses[0], 1.0], device="cuda").sum().item()) == "?"
+
+
+def test_only_what_is_on_the_host_is_pinned():
+    with simulator("T4"):
+        host = torch.ones(1000)
+        pinned = host.pin_memory()
+        assert pinned.is_pinned() and not host.is_pinned() and torch.equal(pinned, host)
+        assert torch.empty(3, pin_memory=True).is_pinned()
+        with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
+            host.cuda().pin_memory()

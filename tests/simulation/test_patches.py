@@ -9,6 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import llmlab as lab
+from llmlab.simulation.allocator.caching import Allocator
+from llmlab.simulation.devices import GPU_DEVICE
+from llmlab.simulation.engine.engine import Engine
+from llmlab.simulation.patching.patches import tensors_on_gpu
 from llmlab.simulation.simulator import simulator
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -77,3 +81,12 @@ def test_a_backward_that_is_also_written_in_other_operators_is_the_one_kernel_th
     x, grad = made(1024, 256, grad=True), made(1024, 256)
     y = function(x)
     assert peak(lambda: torch.autograd.grad(y, x, grad)) == 4 * x.numel()
+
+
+def test_a_step_of_our_own_makes_tensors_of_data_on_the_gpu():
+    """For "cpu:0", the device of the simulated GPU, torch itself would make them on the host."""
+    engine = Engine(GPU_DEVICE, Allocator(), workspaces={})
+    with engine, tensors_on_gpu():
+        made, given = torch.tensor([1.0, 2.0], device=GPU_DEVICE), torch.tensor(3.0)
+        assert made.device == GPU_DEVICE and given.device.type == "cpu" and engine.memory.allocated == 512
+        assert torch.tensor([given, 4.0]).tolist() == [3.0, 4.0]

@@ -25,6 +25,7 @@ def test_torchtitans_pipelines_keep_weights_and_compute_in_fp32_where_nothing_is
 @pytest.mark.parametrize(("given", "own"), [
     ({"tp": 2, "precision": "mixed-bf16"}, "fp32"), ({"dp": 2, "precision": "autocast-bf16"}, "mixed-bf16"),
     ({"precision": "mixed-bf16"}, "autocast-bf16"),
+    ({"tp": 2, "pp": 2, "accumulation": 2, "precision": "autocast-bf16"}, "fp32"),
 ])  # fmt: skip
 def test_torchtitan_has_one_precision_for_each_set_of_degrees(given, own):
     with pytest.raises(lab.SpecError, match=f"precision='{given['precision']}' with dp=.* give precision='{own}'"):
