@@ -14,8 +14,9 @@ is chosen: with it, LoRA of rank 32 reserves what was published, and all other r
 the last batch are still allocated, so its length matters there as well: the table has the difference between a method
 and LoRA of rank 32, in which the length cancels out.
 
-All but one of the results were made with PEFT's commit d787f51. With --code, a checkout of it, its package and script
-run in place of the installed package, for NAMES alone; the table marks these rows.
+All but two of the results were made with PEFT's commit d787f51: LoKr's with 505e6fd, and the second of adaption prompt
+with 194cb8f. With --code, a checkout of d787f51, its package and script run in place of the installed package, for
+NAMES or the methods that are not in --work; the table marks these rows.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def report(rows: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
         *titled_table("PEFT's methods for Llama-3.2-3B on an L40S", header, lines),
     ]  # fmt: skip
     if any(made.get("own") for _, made in ran.values()):
-        text += [r"\* with PEFT's commit d787f51, which made the published results", ""]
+        text += [r"\* with PEFT's commit d787f51, which made all but two of the published results", ""]
     failed = [[name, made["error"][:200]] for name, (_, made) in rows.items() if "error" in made]
     if failed:
         text += titled_table("Methods that were not simulated", ["method", "message"], failed, words=True)

@@ -206,9 +206,7 @@ _KINDS: dict[tuple[object, ...], GPU] = {}  # the first GPU of each kind that wa
 def _alike(gpu: GPU, run: Training) -> GPU:
     """Return the first GPU so far on which a step needs as many bytes as on `gpu`, because both agree in all values
     that formulas/memory reads of a GPU."""
-    kind: tuple[object, ...] = (
-        gpu.cublas_workspace, gpu.supports_flash_attention_2, gpu.prefers_cudnn_attention, gpu.compute_capability,
-    )  # fmt: skip
+    kind: tuple[object, ...] = (gpu.cublas_workspace, gpu.supports_flash_attention_2, gpu.compute_capability)
     if stack_of(run).own_kernels:
         kind = (*kind, gpu.sms)
     if stack_of(run).own_zero:  # which flattens the weights on the GPU only if there is room

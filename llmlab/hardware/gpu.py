@@ -143,16 +143,28 @@ class GPU:
             return self.vendor == "AMD"
         return self.compute_capability >= FLASH_ATTENTION_2_CAPABILITY
 
-    @property
-    def prefers_cudnn_attention(self) -> bool:
+    def prefers_cudnn_attention(self, key_size: int, value_size: int, dropout: float = 0.0) -> bool:
         """Whether SDPA prefers cuDNN's kernel to FlashAttention; False if the capability is unknown."""
-        return self.compute_capability is not None and self.compute_capability[0] in CUDNN_ATTENTION_MAJORS
+        capability = self.compute_capability
+        return capability is not None and prefers_cudnn_attention(capability, key_size, value_size, dropout)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.vendor} {self.architecture}, {show_bytes(self.memory)})"
 
     def __repr__(self) -> str:
         return f"<GPU: {self}>"
+
+
+def prefers_cudnn_attention(capability: tuple[int, int], key_size: int, value_size: int, dropout: float = 0.0) -> bool:
+    """Return whether SDPA prefers cuDNN's kernel to FlashAttention for heads of these sizes in half precision.
+
+    As torch 2.13 with the cuDNN of its CUDA 13 wheels, 9.20 (sdp_utils.cpp: check_prefer_cudnn_attention,
+    check_cudnn_tensor_shapes and check_cudnn_dropout, which accepts multiples of 1/16).
+    """
+    widest = 256 if capability == (9, 0) else 128
+    fits = max(key_size, value_size) <= widest or (key_size, value_size) == (192, 128)
+    whole = key_size % 8 == value_size % 8 == 0 and (16 * dropout).is_integer()
+    return capability[0] in CUDNN_ATTENTION_MAJORS and fits and whole
 
 
 def gpu(name: str | GPU, power: float | None = None) -> GPU:

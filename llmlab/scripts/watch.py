@@ -30,7 +30,7 @@ RAN_TO_ITS_END, RAN_OUT_OF_MEMORY, INTERRUPTED = "ran to its end", "ran out of m
 NO_NETWORK = Note("no-communication", "The time per step leaves out communication between ranks.")
 Place = tuple[tuple[CodeType, int], ...]  # the line of each running function
 PRINTED = Note("unknown-printed", "In what the script printed, ? is a value that a simulated tensor does not hold.")
-CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory once; the script caught the error and went on.")
+CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory; the script caught the error and went on.")
 
 
 class Enough(BaseException):
@@ -297,6 +297,8 @@ class Watch:
         if self._untimed and not seconds:
             why = _without_time(where.gpu, self._untimed)
             notes.append(Note("time-unknown", f"The time per step is unknown: the {where.gpu.name} {why}."))
+        elif self._seconds and not sim.counts_all_kernels:
+            notes.append(Note("time-unknown", "The time per step is unknown, because that of its Triton kernels is."))
         if seconds and ranks > 1:
             notes.append(NO_NETWORK)
         if sim.out_of_memory and self.ended != RAN_OUT_OF_MEMORY:

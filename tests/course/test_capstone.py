@@ -135,7 +135,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="only Linux and macOS
 
 
 @forks
-def test_a_hundred_kills_at_random_moments_cost_steps_and_nothing_else():
+def test_kills_at_random_moments_cost_steps_and_nothing_else():
     command = [sys.executable, "-m", "llmlab.course.kills", "--kills", "100"]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert not ended.returncode, ended.stderr

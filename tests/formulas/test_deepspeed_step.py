@@ -53,7 +53,7 @@ ZERO_3 = {
     "gradients on their way to the host, one GPU": (TIED_BROAD, {"offload": "optimizer", "dp": 1}),
     "the embedding's weight": (TIED_BROAD, {"stack": SMALL_BUCKET + FEW_LIVE, "seq_len": 256}),
     "no whole model, as it is made": (
-        {**BROAD, "num_hidden_layers": 32}, {"stack": SMALL_BUCKET + FEW_LIVE, "dp": 64, "checkpointing": "full"}
+        {**BROAD, "num_hidden_layers": 8}, {"stack": SMALL_BUCKET + FEW_LIVE, "dp": 64, "checkpointing": "full"}
     ),
 }  # fmt: skip
 CASES = {

@@ -271,8 +271,11 @@ def test_sdpa_takes_cudnns_attention_first_where_torch_prefers_it(card, prefers)
     more than FlashAttention 2."""
     spec, gpu = lab.model("meta-llama/Llama-3.1-8B"), lab.gpu(card)
     run = Training(seq_len=8192, dp=8, precision="mixed-bf16")
-    assert fastest_kernel(run, "flash", gpu) == ("cudnn" if prefers else "flash")
-    assert fastest_kernel(run, "math", gpu) == "math"
+    assert fastest_kernel(spec, run, "flash", gpu) == ("cudnn" if prefers else "flash")
+    assert fastest_kernel(spec, run, "math", gpu) == "math"
+    dropping = lab.model("gpt2")  # a tenth of the probabilities, which is no multiple of 1/16
+    assert fastest_kernel(dropping, run, "flash", gpu) == "flash"
+    assert fastest_kernel(dropping, lab.Inference(prompt_len=8192), "flash", gpu) == ("cudnn" if prefers else "flash")
     newest, titan, older = (
         passes(spec, each, gpu).attention
         for each in (run, replace(run, stack=lab.Torchtitan()), replace(run, attention="flash"))

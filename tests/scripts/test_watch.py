@@ -50,6 +50,18 @@ def test_a_loop_that_keeps_numbers_does_not_grow():
     assert not growth_note(report) and sum(report.growth.values()) < MiB
 
 
+def test_a_step_with_a_triton_kernel_of_unknown_time_says_that_its_own_is_unknown():
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def scaled(x):
+        pass
+
+    report = report_of(lambda loop, output, loss: scaled[(1,)](output))
+    assert report.step_seconds is None
+    assert [note.code for note in report.notes if "Triton" in note] == ["triton-kernels", "time-unknown"]
+
+
 @pytest.mark.parametrize("idle", [0, 1])
 def test_outputs_that_are_kept_grow_by_their_bytes(idle):
     """Also beside an optimizer that never steps, because of which the end of an update is only seen at the next one."""

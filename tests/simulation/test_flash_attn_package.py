@@ -6,6 +6,7 @@ losses/cross_entropy.py.
 
 import importlib.util
 import sys
+import warnings
 
 import pytest
 import torch
@@ -64,6 +65,16 @@ def test_that_the_package_is_simulated_is_said_at_the_line_that_imports_it():
     with lab.simulator("A100-40GB"), pytest.warns(LabWarning, match="flash_attn is not installed") as warned:
         import flash_attn  # noqa: F401
     assert [each.filename for each in warned] == [__file__]
+
+
+def test_a_library_that_asks_whether_the_package_is_installed_does_not_import_it():
+    from transformers.utils.import_utils import _is_package_available
+
+    with lab.simulator("A100-40GB"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        installed, _ = _is_package_available("flash_attn", return_version=True)
+        assert not installed
+        assert importlib.util.find_spec("flash_attn")
 
 
 def test_the_modules_are_gone_after_the_block_and_others_are_not_found():

@@ -44,6 +44,16 @@ def test_a_comparison_with_a_bound_takes_the_placeholder_and_says_so(compare, ta
             assert compare(loss) == taken
 
 
+def test_a_line_warns_once_although_libraries_catch_warnings():
+    with warnings.catch_warnings(record=True) as shown, simulator("T4"):
+        warnings.simplefilter("default")
+        for loss in torch.rand(3, device="cuda"):
+            float(loss)
+            with warnings.catch_warnings():  # Python forgets which lines have warned
+                warnings.simplefilter("ignore")
+    assert len(shown) == 1
+
+
 def test_a_number_compared_with_itself_is_no_decision():
     with simulator("T4"), warnings.catch_warnings():
         warnings.simplefilter("error")

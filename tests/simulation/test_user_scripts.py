@@ -345,6 +345,15 @@ def test_packed_sequences_hold_what_their_lengths_say(card):
     assert layer.weight_hh_l0.grad.shape == (4 * 320, 320)
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_read_the_lengths_of_packed_sequences_in_inference_mode(card, layer):
+    with torch.inference_mode():
+        x = torch.randn(3, 40, 256, device="cuda")
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([40, 20, 7]), batch_first=True)
+        out, _ = layer(256, 320, batch_first=True).cuda()(packed)
+    assert out.data.shape == (67, 320)
+
+
 def test_packed_sequences_of_lengths_that_the_card_computed_are_refused(card):
     with pytest.raises(NotAvailable, match=r"pack_padded_sequence.*lengths on the host"):
         torch._VF._pack_padded_sequence(

@@ -96,6 +96,14 @@ def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice
         assert held >= output + B * H * T * T * dtype.itemsize  # the probabilities are written out
 
 
+@pytest.mark.parametrize(("dropout", "name"), [(0.1, FLASH), (0.125, CUDNN), (0.5, CUDNN)])
+def test_cudnns_attention_drops_sixteenths_only(dropout, name):
+    """check_cudnn_dropout in torch 2.13."""
+    with simulator("H100-80GB"):
+        q = on_card(B, H, T, 64, dtype=bf16)
+        assert name in _nodes(F.scaled_dot_product_attention(q, q, q, dropout_p=dropout))
+
+
 @pytest.mark.parametrize(("said", "name"), [("1", FLASH), ("0", CUDNN)])
 def test_cudnns_attention_is_left_out_where_the_environment_says_so(monkeypatch, said, name):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", said)

@@ -32,10 +32,13 @@ def cpu_adam() -> type:
 
 
 def cpu_adam_is_compiled() -> bool:
-    """Return whether DeepSpeedCPUAdam is compiled already. A different ninja compiles it again nevertheless."""
-    folder = _build_folder()
-    compiled = (folder / "cpu_adam.so").exists() and not (folder / "lock").exists()
-    return find_spec("deepspeed") is not None and compiled
+    """Return whether DeepSpeedCPUAdam is compiled already, with the headers of this torch: another environment, whose
+    builds are in the same folder, would compile it again."""
+    folder, headers = _build_folder(), str(Path(torch.__file__).with_name("include"))
+    if find_spec("deepspeed") is None or (folder / "lock").exists() or not (folder / "cpu_adam.so").exists():
+        return False
+    build = folder / "build.ninja"
+    return build.exists() and headers in build.read_text("utf-8")
 
 
 def _build_folder() -> Path:

@@ -165,8 +165,7 @@ def _outputs_copied(share: Share) -> int:
     spec = share.spec
     if not spec.fused_qkv or spec.learned_positions or share.kernel != "flash":
         return 0
-    cudnn = share.gpu is not None and share.gpu.prefers_cudnn_attention
-    return spec.layers - (0 if share.cpu or cudnn else share.windows)
+    return spec.layers - (0 if share.cpu or share.prefers_cudnn else share.windows)
 
 
 def _qkv_width(share: Share, kernel: str) -> int:

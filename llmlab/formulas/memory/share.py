@@ -131,6 +131,13 @@ class Share:
         return 0 if self.run.compile else masked_layers(self.spec, self.run)
 
     @property
+    def prefers_cudnn(self) -> bool:
+        """Whether SDPA prefers cuDNN's kernel on the GPU, if there is one."""
+        spec = self.spec
+        value_size = spec.mla.v_head_dim if spec.mla else spec.head_dim
+        return bool(self.gpu and self.gpu.prefers_cudnn_attention(spec.head_dim, value_size, spec.attention_dropout))
+
+    @property
     def remade_masks(self) -> int:
         """The number of masks, counted in heads, that the backward pass creates again because the forward pass saves
         none.
@@ -142,7 +149,7 @@ class Share:
         run = self.run
         if not self.masked or run.checkpointing is None:
             return 0
-        if self.gpu and self.gpu.prefers_cudnn_attention and run.attention == "sdpa":
+        if self.prefers_cudnn and run.attention == "sdpa":
             return int(run.checkpointing == "selective")
         return 1 + self.spec.heads
 

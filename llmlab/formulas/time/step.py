@@ -443,7 +443,7 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
     wide = kernel == "math" or (bytes_of(run).compute == 4 and run.attention != "flash")
     dtype = "fp32" if wide else peak_dtype(run)
     if fused:
-        name, masked = fastest_kernel(run, kernel, gpu_kernels.gpu), masked_layers(spec, run) / spec.layers
+        name, masked = fastest_kernel(spec, run, kernel, gpu_kernels.gpu), masked_layers(spec, run) / spec.layers
         whole = name if name == "cudnn" else "efficient"  # FlashAttention accepts no mask; with one, all scores count
         total, head_size = 0.0, (qk + v) // 2
         for kernel_, times in ((name, 1 - masked), (whole, 2 * masked)):
@@ -465,11 +465,12 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
     return total * run.accumulation / run.pp / run.cp
 
 
-def fastest_kernel(run: Run, kernel: str, gpu: GPU) -> str:
+def fastest_kernel(spec: ModelSpec, run: Run, kernel: str, gpu: GPU) -> str:
     """Return the kernel that runs. This is `kernel`, except that two others may replace "flash".
 
     "cudnn" runs where SDPA prefers cuDNN's attention, if torch comes with a cuDNN newer than 9.15, as its wheels for
-    CUDA 13 do. torchtitan requests it (torchtitan/models/attention.py), and Transformer Engine includes it. On AMD's
+    CUDA 13 do. torchtitan requests it (torchtitan/models/attention.py), and Transformer Engine includes it, with any
+    dropout. On AMD's
     GPUs, "ck" runs with Transformer Engine, and if flash-attn is called without SDPA.
     """
     if kernel != "flash":
@@ -477,7 +478,9 @@ def fastest_kernel(run: Run, kernel: str, gpu: GPU) -> str:
     if gpu.vendor == "AMD":
         own = stack_of(run).own_kernels or (run.attention == "flash" and not stack_of(run).lists_kernels)
         return "ck" if own else kernel
-    return "cudnn" if run.attention == "sdpa" and gpu.prefers_cudnn_attention else kernel
+    drops = isinstance(run, Training) and not stack_of(run).own_kernels
+    preferred = gpu.prefers_cudnn_attention(*head_sizes(spec), spec.attention_dropout if drops else 0.0)
+    return "cudnn" if run.attention == "sdpa" and preferred else kernel
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:

@@ -155,18 +155,20 @@ def _timing(spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None,
     longest = factor * (rest + parts.unnamed) + on_host.most + engine
     if parts.few_adapters:
         longest = max(longest, parts.few_adapters[1])
-    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, gpu), gpu)
+    kernel = traced.attention if traced else fastest_kernel(spec, run, attention_kernel(spec, run, gpu), gpu)
     slower = gpu_kernels.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources, notes = _sources(run, gpu_kernels, parts.seconds, kernel, slower, shapes), parts.notes(run, factor, spread)
     other, older = _older_attention(spec, run, gpu_kernels, kernel, parts.seconds.get("attention", 0.0))
     if older:
-        sources["attention"] += f"; with {FUSED[other]}, which torch uses with cuDNN up to 9.15, {older:.2g} s more"
+        difference = f"{abs(older):.2g} s {'more' if older > 0 else 'less'}"
+        since = "with cuDNN up to 9.15" if older > 0 else "up to 2.11"
+        sources["attention"] += f"; with {FUSED[other]}, which torch uses {since}, {difference}"
     if parts.given_links:
         sources.update({name: "the links that were given" for name in SENT if name in sources})
     waits = host_waits(run, known.passes)
     host_less_s, host_more_s = _other_hosts(spec, run, gpu_kernels.host, parts.seconds, waits)
-    low = min(rest / quicker, rest - host_less_s) - shapes.maybe_less_s + on_host.least
-    high = max(longest, seconds + host_more_s) + shapes.maybe_more_s + older
+    low = min(rest / quicker, rest - host_less_s) - shapes.maybe_less_s + on_host.least + min(0.0, older)
+    high = max(longest, seconds + host_more_s) + shapes.maybe_more_s + max(0.0, older)
     if not (has_formulas(spec, run) or traced):
         low, high = low / PLAIN, high * PLAIN
     hidden = {"data": parts.hidden} if parts.hidden else {}
@@ -266,20 +268,27 @@ def _on_other_hosts(spec: ModelSpec, run: Training, host: Efficiency) -> tuple[f
 def _older_attention(
     spec: ModelSpec, run: Training, gpu_kernels: Kernels, kernel: str, attention: float
 ) -> tuple[str, float]:  # fmt: skip
-    """Return the attention kernel that runs if torch does not use cuDNN's, and how many seconds it adds to a step with
-    `attention` seconds of attention.
+    """Return the attention kernel of an older torch or cuDNN, and how many seconds it adds to a step with `attention`
+    seconds of attention; negative if it is faster.
 
-    It runs with CUDA 12's wheels up to torch 2.10, whose cuDNN is older than `fastest_kernel` assumes. Megatron-LM and
-    torchtitan select cuDNN's kernel themselves.
+    CUDA 12's wheels up to torch 2.10 come with a cuDNN that is older than `fastest_kernel` assumes, and run
+    FlashAttention. With dropout, torch 2.11 ran cuDNN's kernel, as measured on an H200 (archive/h200). Megatron-LM and
+    torchtitan select the kernel themselves.
     """
     stack = stack_of(run)
-    if kernel != "cudnn" or run.attention != "sdpa" or stack.own_kernels or stack.lists_kernels:
+    if run.attention != "sdpa" or stack.own_kernels or stack.lists_kernels:
         return kernel, 0.0
-    other = "efficient" if masked_layers(spec, run) else "flash"
+    flash = "efficient" if masked_layers(spec, run) else "flash"
+    if kernel == "cudnn":
+        this, other = kernel, flash
+    elif kernel == "flash" and gpu_kernels.gpu.prefers_cudnn_attention(*head_sizes(spec)):
+        this, other = flash, "cudnn"
+    else:
+        return kernel, 0.0
     sizes = run.sequences, max(1, spec.heads // run.tp), run.seq_len, sum(head_sizes(spec)) // 2
     dtype = peak_dtype(run)
-    times = gpu_kernels.attention(*sizes, other, dtype) / gpu_kernels.attention(*sizes, kernel, dtype)
-    return other, attention * max(0.0, times - 1)
+    times = gpu_kernels.attention(*sizes, other, dtype) / gpu_kernels.attention(*sizes, this, dtype)
+    return other, attention * (times - 1) if (times > 1) == (kernel == "cudnn") else 0.0
 
 
 @cache

@@ -433,7 +433,7 @@ def notes_of(engine: Engine) -> tuple[Note, ...]:
     met = engine.met if engine.device == GPU_DEVICE else ()
     unknown = sorted(str(func) for func in met if not has_known_workspace(func, engine.workspaces))
     launched = ", ".join(f"{name} ({count})" for name, count in engine.launches.most_common(3))
-    triton = f"Time and FLOP leave out these Triton kernels (number of launches): {launched}."
+    triton = f"Neither the time nor the FLOP of these Triton kernels is known (number of launches): {launched}."
     return (
         *engine.notes,
         *([LENT] * engine.lends),

@@ -24,6 +24,7 @@ from ..devices import GPU_DEVICE
 from ..values.collectives import COLLECTIVES, exchange
 from ..values.known import SMALL, VALUES_LIMIT, Loan, is_followed, know, known
 from ..values.placeholders import asked_by, initializing, located, value_for, warn_of
+from .operators import is_composite
 
 aten = torch.ops.aten
 # Random operators whose values code uses, and their form with a generator.
@@ -82,7 +83,8 @@ class RealHost:
     ) -> Any:
         """Run an operator on the simulated GPU; raise NotAvailable with the user's line if it cannot be simulated."""
         try:
-            if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
+            # The operators that a composite calls come here too, and its code may read tensors on the host.
+            if not is_composite(func) and any(not isinstance(tensor, FakeTensor) for tensor in tensors):
                 args, kwargs = tree_map_only(Tensor, lambda tensor: as_fake(fake, tensor), (args, kwargs))
             self.inside = True
             out = simulate(func, args, kwargs)

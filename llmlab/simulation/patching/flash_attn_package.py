@@ -1,7 +1,7 @@
 """Stand-ins for scripts that import the package flash-attn, which is compiled for a GPU, where it is not installed.
 
 They allocate what version 2.8.4 of Dao-AILab/flash-attention allocates. Modules that are not listed in `_modules` are
-not found. The package's metadata is not simulated, so a library that asks whether it is installed gets the answer no.
+not found. A library that asks whether the package is installed gets the answer no.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.errors import NotAvailable
+from ...base.files import is_library
+from .. import FOLDER
 from ..capability import Capability
 from ..values.placeholders import warn_at_users_line
 from .flash_attn import cross_entropy_loss, functions
@@ -194,7 +196,7 @@ class _Package(MetaPathFinder, Loader):
         self.modules = modules
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name in self.modules else None
+        return ModuleSpec(name, self, is_package=True) if name in self.modules and not _a_library_asks() else None
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == NAME:
@@ -203,6 +205,16 @@ class _Package(MetaPathFinder, Loader):
                 "machine either, the script takes another path there, or fails."
             )
         vars(module).update(self.modules[module.__name__])
+
+
+def _a_library_asks() -> bool:
+    """Return whether a library calls importlib.util.find_spec, so that nothing is imported yet."""
+    frame = sys._getframe(2)
+    while frame.f_code is not find_spec.__code__:
+        if not frame.f_code.co_filename.startswith(("<frozen importlib", FOLDER)) or frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return frame.f_back is not None and is_library(frame.f_back.f_code.co_filename)
 
 
 @contextmanager

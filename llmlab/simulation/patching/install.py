@@ -35,6 +35,7 @@ from ..host_parameters import HostParameters
 from ..profile.timeline import Phases
 from ..simulated_gpu import SimulatedGPU
 from ..streams import nothing, profiled_as_host
+from ..values.placeholders import warned
 from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api, cuda_autocast
 from .device_mode import Redirect
@@ -139,6 +140,7 @@ def as_cuda(gpu: SimulatedGPU, host: RealHost, world_size: int | None, rank: int
     checkpoints, redirect = Checkpoints(engine, gpu.kept_files), Redirect(engine, host)
     parameters = HostParameters(engine, checkpoints)
     with ExitStack() as stack:
+        stack.callback(warned.clear)
         stack.enter_context(importable_flash_attn(capability_of(gpu.gpu)))
         stack.enter_context(installed(gpu))
         stack.enter_context(parameters.patched())

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...hardware.gpu import CUDNN_ATTENTION_MAJORS
+from ...hardware.gpu import prefers_cudnn_attention
 from ..capability import Capability
 
 HALF = (torch.float16, torch.bfloat16)
@@ -37,8 +37,7 @@ def backend(
         H, Hk, Hv = (tensor.shape[1] for tensor in (query, key, value))
         # check_batch_size_and_num_heads_dense; only cuDNN allows different numbers of key heads and value heads.
         shared = H % Hk == 0 == H % Hv if enable_gqa else H == Hk == Hv
-        cudnn = prefers_cudnn(capability) and switches.cudnn_sdp_enabled() and shared
-        if cudnn and _cudnn(query, key, value, mask, capability):
+        if switches.cudnn_sdp_enabled() and shared and _cudnn(query, key, value, mask, dropout, capability):
             return "cudnn"
         shared = shared and Hk == Hv
         if switches.flash_sdp_enabled() and shared and _flash(query, key, value, mask, dropout, causal, capability):
@@ -50,22 +49,19 @@ def backend(
     return "math"
 
 
-def prefers_cudnn(capability: Capability) -> bool:
-    """check_prefer_cudnn_attention: Hopper and data-centre Blackwell, with the cuDNN of CUDA 13 wheels (> 9.15).
+def _cudnn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, capability: Capability
+) -> bool:
+    """The workspace is not counted, because cuDNN picks an algorithm at run time and only then reports its workspace.
 
-    The workspace is not counted, because cuDNN picks an algorithm at run time and only then reports its workspace.
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1 prefers flash attention, as torch did from 2.5.1 (pull request 138522) until its
-    wheels contained that cuDNN.
+    wheels contained a cuDNN newer than 9.15.
     """
-    return capability[0] in CUDNN_ATTENTION_MAJORS and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-
-
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, capability: Capability) -> bool:
-    D, Dv = query.shape[-1], value.shape[-1]
-    # check_cudnn_tensor_shapes of torch 2.13. Newer ones allow 256 on both, with a cuDNN newer than 9.22.
-    fits = max(D, Dv) <= (256 if capability == (9, 0) else 128) or (D, Dv) == (192, 128)
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
     trains_mask = mask is not None and mask.requires_grad  # autograd has no gradient for cuDNN's bias
-    return query.dtype in HALF and fits and D % 8 == 0 and Dv % 8 == 0 and key.shape[2] != 1 and not trains_mask
+    preferred = prefers_cudnn_attention(capability, query.shape[-1], value.shape[-1], dropout)
+    return query.dtype in HALF and preferred and key.shape[2] != 1 and not trains_mask
 
 
 def _flash(

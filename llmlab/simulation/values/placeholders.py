@@ -33,6 +33,8 @@ WAY_ROUND = (
     "llmlab run --assume 1 (lab.simulator(..., assume=1.0)); or lab.measure it"
 )
 printed: Counter[str] = Counter()  # how often code formatted a value that is not known
+# The warnings of this simulator, by message and line. Python forgets its record whenever a library changes the filters.
+warned: set[tuple[str, str, int]] = set()
 _loops: Counter[tuple[str, int]] = Counter()  # by line: how often a placeholder continued a loop
 CHECKED = "deepspeed.runtime."  # it compares norms with the ones that it sets for gradients that are not finite
 # By operator: the code that needs the values, and an alternative.
@@ -175,7 +177,8 @@ def warn_at_users_line(message: str) -> None:
     frames = _outside(sys._getframe(1))
     own = (frame for frame in frames if not is_library(frame.f_code.co_filename))
     frame = next(own, frames[0] if frames else None)
-    if frame is not None:
+    if frame is not None and (line := (message, frame.f_code.co_filename, frame.f_lineno)) not in warned:
+        warned.add(line)
         registry = frame.f_globals.setdefault("__warningregistry__", {})  # Python's record of shown warnings
         warnings.warn_explicit(message, LabWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
 

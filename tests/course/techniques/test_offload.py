@@ -206,6 +206,16 @@ def test_a_compilation_that_was_killed_is_said_not_waited_for(tmp_path, monkeypa
     assert not cpu_adam_is_compiled()
 
 
+@pytest.mark.parametrize(("environment", "compiled"), [(Path(torch.__file__).parent, True), ("/another/torch", False)])
+def test_a_build_of_another_environment_would_be_compiled_again(tmp_path, monkeypatch, environment, compiled):
+    pytest.importorskip("deepspeed", reason="the distributed extra")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    (tmp_path / "cpu_adam" / "build.ninja").write_text(f"cflags = -isystem {environment}/include -O3")
+    assert cpu_adam_is_compiled() is compiled
+
+
 def test_deepspeed_offloads_what_the_training_says_and_gives_the_same_losses():
     pytest.importorskip("deepspeed", reason="the distributed extra")
     job = make_job("deepspeed", steps=STEPS, accumulation=2)
