@@ -27,15 +27,14 @@ _kept: dict[str, Trace] = {}
 
 
 def has_trace(run: Run) -> TypeGuard[Training]:
-    """Whether a step of `run` can have a trace: it trains a model of transformers eagerly, without fp8, and without
-    offloading.
+    """Whether a step of `run` can have a trace: it trains a model of transformers eagerly, and without offloading.
 
     A rank of a pipeline has few layers, and a rank of ZeRO-1 has the states of parameters that are distributed by size.
     Neither is linear in the model's depth.
     """
     if not isinstance(run, Training) or stack_of(run).own_program or run.pp > 1 or run.zero == 1:
         return False
-    return not (run.offload or run.compile or run.fp8)
+    return not (run.offload or run.compile)  # fp8 is compiled
 
 
 def find(spec: ModelSpec, run: Training, gpu: GPU) -> Trace | None:

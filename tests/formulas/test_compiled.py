@@ -1,7 +1,5 @@
 """The memory of a compiled step, and of Liger's kernels: what one kernel for several operators does not keep."""
 
-from __future__ import annotations
-
 import pytest
 
 import llmlab as lab

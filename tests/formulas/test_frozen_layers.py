@@ -1,7 +1,5 @@
 """Double quantization, and frozen layers in 16 bits: formula and simulation, and the bytes of the weights."""
 
-from __future__ import annotations
-
 import pytest
 
 import llmlab as lab

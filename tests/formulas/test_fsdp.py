@@ -51,68 +51,6 @@ def test_rank_0_holds_a_whole_expert_however_many_ranks_there_are(ranks):
     assert held == 2 * (experts // min(ranks, spec.experts)) + 2 * (spec.parameters - experts) // ranks
 
 
-def test_the_gradient_of_an_embedding_cut_by_rows_is_the_whole_tables():
-    """torch/distributed/tensor/_ops/_embedding_ops.py; untied and without FSDP2 it stays so until the update."""
-    spec = lab.model(LLAMA)
-    table = 2 * spec.vocab * spec.hidden
-    run = lab.Training(seq_len=64, precision="bf16", optimizer="sgd", tp=4)
-    moments = {moment.name: moment.parts for moment in training_moments(spec, run, None)}
-    gradients = states(spec, run).gradients
-    assert moments["the embedding's gradient"]["gradients"] == gradients + table - table // 4
-    assert moments["the update"]["other"] == table  # and its part, cut out of it
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_embedding_cut_by_rows_waits_whole_unless_its_head_is_tied(tied, agree):
-    """Of a tied weight the sum of both gradients is cut before it is stored."""
-    model = {**LLAMA, "vocab_size": 64_000, "tie_word_embeddings": tied}
-    run = lab.Training(seq_len=64, precision="mixed-bf16", checkpointing="full", zero=3, dp=8, tp=4, accumulation=3,
-                       sync_each_batch=False)  # fmt: skip
-    agree(model, run, "H100-80GB")
-
-
-def test_the_head_gradient_is_there_before_the_blocks():
-    spec = lab.model(LLAMA)
-    run = lab.Training(seq_len=16, precision="autocast-bf16", optimizer="sgd")
-    moments = {moment.name: moment for moment in training_moments(spec, run, None)}
-    head = spec.vocab * spec.hidden
-    assert moments["the head's gradient"].parts["gradients"] == (4 + 2) * head  # and what it was cast from
-    assert moments["the first block of backward"].parts["gradients"] >= 4 * head
-    assert moments["the head's gradient"].total > moments["the gradient of the logits"].total
-
-
-@pytest.mark.parametrize(
-    ("precision", "reduced", "each", "kept"),
-    [("mixed-bf16", "fp32", 4, 4), ("mixed-bf16", "bf16", 2, 4), ("bf16", "fp32", 2, 2), ("fp32", "fp32", 4, 4)],
-)
-def test_without_a_reduction_after_each_micro_batch_gradients_are_whole(precision, reduced, each, kept):
-    """In the dtype in which they are reduced, from the second forward to the last backward; then there are shards."""
-    spec = lab.model(LLAMA)
-    runs = [lab.Training(seq_len=64, precision=precision, dp=8, zero=3, accumulation=3, sync_each_batch=sync,
-                         reduce_dtype=reduced) for sync in (True, False)]  # fmt: skip
-    sharded, whole = ({moment.name: moment.parts["gradients"] for moment in training_moments(spec, run, None)}
-                      for run in runs)  # fmt: skip
-    assert sharded["the loss"] == kept * spec.parameters // 8
-    assert whole["the loss"] == pytest.approx(each * spec.parameters, rel=1e-4)  # blocks of whole bytes
-    table = spec.vocab * spec.hidden
-    # What is of another dtype than the sum waits until the unit's backward is over; else autograd adds it at once.
-    waiting = whole["the first block of backward"] - whole["the loss"]
-    assert waiting >= 2 * table if precision == "mixed-bf16" and reduced == "fp32" else waiting == 0
-    assert whole["the other gradients reduced"] == pytest.approx(
-        each * 2 * table + kept * (spec.parameters - 2 * table) / 8, rel=1e-3
-    )
-    assert sharded["the update"] == whole["the update"] == kept * spec.parameters // 8
-
-
-def test_whole_gradients_of_what_is_offloaded_stay_on_the_gpu():
-    """FSDP2 copies to the host what it has reduced (_fsdp_collectives.py, foreach_reduce)."""
-    spec = lab.model(LLAMA)
-    run = {"seq_len": 64, "precision": "mixed-bf16", "dp": 8, "zero": 3, "accumulation": 2,
-           "offload": "optimizer+parameters"}  # fmt: skip
-    waits, each = (lab.estimate(spec, lab.Training(**run, sync_each_batch=sync), "H100-80GB") for sync in (False, True))
-    assert waits.peak_allocated - each.peak_allocated > 3 * spec.parameters
-
-
 def test_what_is_outside_of_blocks_is_gathered_again_before_the_losss_gradient():
     """Told to free after forward, fully_shard frees the whole model's unit too: twice its bytes, and kept logits."""
     run = lab.Training(seq_len=64, precision="fp32", dp=8, zero=3, accumulation=2, checkpointing="full")

@@ -1,7 +1,5 @@
 """kernels="fused-loss": logits stay in half precision, and backward writes one gradient beside them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """GPTQ's 4 bits beside AutoGPTQ's layer: its tensors, what unpacking moves, what autograd keeps, what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

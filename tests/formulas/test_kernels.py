@@ -1,7 +1,6 @@
 """What a card's kernels take in a step, and where that is from."""
 
 from dataclasses import replace
-from math import log
 
 import pytest
 import torch
@@ -146,43 +145,6 @@ def test_collectives_are_measured_where_ranks_are_joined_as_they_were():
     assert kernels("A100").collective("all-gather", size, slower) > 1.5 * own
 
 
-def test_intervals_widen_where_engines_and_hosts_differ():
-    run = Training(micro_batch=1, seq_len=2048, precision="mixed-bf16", dp=8, zero=1)
-
-    def width(run, card):
-        report = lab.estimate("Llama-3.2-1B", run, card)
-        return report.step_seconds_high / report.step_seconds_low
-
-    long = replace(run, accumulation=64)
-    alone = replace(long, dp=1, zero=0)
-    assert width(long, "A100") == pytest.approx(width(alone, "A100"), rel=0.02)
-    assert width(run, "A100") > 1.2 * width(long, "A100")  # an engine's own time, beside a short step
-    piped = replace(long, dp=4, pp=2)  # by an engine that is not named
-    assert width(piped, "A100") > 1.05 * width(replace(piped, stack="megatron"), "A100")
-    # Without peer access nodes differ more: what is sent goes through the host's memory.
-    sharded = replace(run, zero=3, dp=2)
-    assert width(sharded, "RTX-4090") > 1.5 * width(sharded, "RTX-6000-Ada")
-    assert width(alone, "MI300X") > 1.3 * width(alone, "RTX-4090")  # other libraries too
-
-
-def test_products_that_are_extrapolated_widen_the_interval():
-    """Cut to a quarter of their axes, the measured grids extrapolate 8 in 10 products to within `beyond`, which comes
-    to the rest as the share of the step's time that such products have."""
-    spread = training_rates()["spread"]
-    assert derivation.beyond() == pytest.approx(spread["beyond"], rel=0.005)
-    found, run = kernels("A100"), Training(micro_batch=8, seq_len=1024, precision="bf16", compile=True)
-    assert not found.extrapolates(8193, 8192, 8192, "bf16") and found.extrapolates(8193, 8193, 8192, "bf16")
-    assert found.extrapolates(64, 65537, 64, "fp16") and not found.extrapolates(8193, 8193, 64, "fp32")
-    assert not kernels("T4").extrapolates(10**6, 10**6, 64, "fp16")  # fitted, to records of whole steps
-    spec = lab.model("Llama-3.1-8B")
-    for rows in (8, 64):
-        report = lab.estimate(spec, replace(run, micro_batch=rows), "A100")
-        share = outside(spec, replace(run, micro_batch=rows), found).extrapolated_s / report.step_seconds
-        assert (0.03 < share < 0.1) if rows == 8 else (0.2 < share < 0.4)
-        wide = (spread["measured"] ** 2 + (share * spread["beyond"]) ** 2) ** 0.5
-        assert log(report.step_seconds_high / report.step_seconds) == pytest.approx(wide, rel=0.005)
-
-
 def test_rows_that_are_not_whole_16_bytes_take_longer():
     """GPT-2's head has 50,257 rows; padded to 50,304, compiled, or Megatron-LM's, it is like what was measured."""
     run, spec = Training(micro_batch=8, seq_len=1024, precision="autocast-bf16"), lab.model("gpt2")
@@ -325,23 +287,6 @@ def test_what_megatron_does_not_fuse_moves_what_its_operators_do():
     own = "megatron:transformer_engine=false"
     one, other = (replace(run, stack=stack, attention="eager") for stack in (own, f"{own},apply_rope_fusion=false"))
     assert moved(spec, one) == moved(spec, other)  # its own layers have no such kernel
-
-
-def test_a_report_says_where_each_rate_is_from():
-    run = Training(micro_batch=1, seq_len=2048, precision="mixed-bf16", dp=8, zero=3)
-    report = lab.estimate("Llama-3.1-8B", run, "H100")
-    assert set(report.time_sources) == set(report.time) and "nccl 2.29.2" in report.time_sources["data"]
-    assert any(label.strip() == "80 % interval" for label, _ in report.rows())
-    assert lab.Report.from_json(report.to_json()) == report
-
-
-def test_the_share_that_is_extrapolated_is_said():
-    """The head's matmul, from 2,048 to 128,256 columns, then the MLP's too: 8,192 rows were measured on an A100."""
-    run = lab.Training(micro_batch=16, seq_len=1024, precision="bf16", attention="flash")
-    texts = [lab.estimate(name, run, "A100").time_sources["products"] for name in ("Llama-3.2-1B", "Llama-3.1-8B")]
-    one, eight = (int(text.split("; ")[1].split("%")[0]) for text in texts)
-    assert 0 < one < 25 < eight < 60
-    assert "extrapolated" not in lab.estimate("Llama-2-7b-hf", run, "H100").time_sources["products"]
 
 
 def test_ligers_loss_multiplies_and_casts_the_heads_weight_once_a_chunk():

@@ -1,7 +1,5 @@
 """Muon for the matrices of blocks, AdamW for all else: states, temporaries and FLOP, formula beside torch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

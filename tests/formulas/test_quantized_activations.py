@@ -1,7 +1,5 @@
 """What quantized and frozen linears keep for backward, formula beside simulation."""
 
-from __future__ import annotations
-
 import pytest
 
 import llmlab as lab

@@ -6,7 +6,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.share import share_of
-from llmlab.formulas.memory.temporaries import LossBytes, loss_bytes
+from llmlab.formulas.memory.temporaries import LossBytes, block_backward, loss_bytes
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
          "num_hidden_layers": 3, "intermediate_size": 176, "vocab_size": 1000,
@@ -46,3 +46,18 @@ def test_the_bytes_of_gathered_logits():
     assert loss_bytes(share_of(spec, replace(run, precision="fp32"))).forward == 8 * one + 4 * one // 4
     fused = loss_bytes(share_of(spec, replace(run, kernels="fused-loss")))
     assert fused.forward == 4 * one + 2 * one // 4 and fused.gradient == 4 * one
+
+
+def test_a_blocks_own_gradients_are_there_as_its_backward_ends_unless_they_are_added_or_leave():
+    """FSDP2 has a shard of earlier ones, so a micro-batch's are whole and new."""
+
+    def own(**fields):
+        share = share_of(lab.model(LLAMA), lab.Training(**{"seq_len": 16, "precision": "bf16", **fields}))
+        nothing = dict.fromkeys(("mlp", "scores"), 0)
+        return block_backward(share, nothing, nothing).gradients
+
+    once = own()
+    assert 0 < once < 2 * 3 * 64 * 176 and own(precision="fp32") == pytest.approx(2 * once, rel=0.05)
+    assert own(dp=2, zero=3, accumulation=2) == once
+    for fields in ({"accumulation": 2}, {"lora": lab.LoRA()}, {"precision": "mixed-bf16", "offload": "optimizer"}):
+        assert own(**fields) == 0

@@ -55,14 +55,6 @@ def test_prices_are_of_cards_in_the_table():
     assert kinds == {"serverless", "rental", "purchase"} and gpu("H20").prices == ()
 
 
-def test_years_are_the_architectures():
-    years = {"Pascal": 2016, "Volta": 2017, "Turing": 2018, "Ampere": 2020, "Hopper": 2022, "Ada": 2022,
-             "Blackwell": 2024}  # fmt: skip
-    for card in gpus():
-        if card.announced and card.architecture in years:
-            assert years[card.architecture] <= int(card.announced[:4]) <= years[card.architecture] + 3, card.name
-
-
 # ---- physics and the chips
 
 
@@ -106,19 +98,8 @@ def test_fp32_is_what_the_cores_can_do(card):
 
 @CARDS
 def test_memory_is_below_the_sticker_and_not_by_much(card):
-    sticker = {"T4": 16, "A10G": 24, "L4": 24, "RTX-3060": 12, "RTX-3090": 24, "RTX-4060-Ti": 16, "RTX-4090": 24,
-               "RTX-5090": 32, "H200": 141, "B200": 180, "MI300X": 192, "A10": 24, "RTX-A6000": 48, "L40S": 48,
-               "RTX-6000-Ada": 48, "RTX-PRO-6000": 96, "H20": 96, "GH200": 96, "H100-NVL": 94, "B300": 288,
-               "GB200": 192, "GB300": 288, "MI325X": 256, "MI350X": 288, "MI355X": 288, "RTX-A5000": 24, "A40": 48,
-               "A30": 24, "RTX-3080-Ti": 12, "RTX-3090-Ti": 24, "RTX-4070-Ti": 12, "RTX-4070-Ti-SUPER": 16,
-               "RTX-4080": 16, "RTX-4080-SUPER": 16, "RTX-5070-Ti": 16, "RTX-5080": 16, "GTX-1080-Ti": 11,
-               "RTX-2080-Ti": 11, "RTX-2070-SUPER": 8, "RTX-2080-SUPER": 8, "TITAN-RTX": 24, "Quadro-RTX-8000": 48,
-               "RTX-A4000": 16, "L40": 48, "RTX-2000-Ada": 16, "RTX-4000-Ada": 20, "RTX-4500-Ada": 24, "RTX-3060-Ti": 8,
-               "RTX-3070": 8, "RTX-3070-Ti": 8, "RTX-3080": 10, "RTX-4060": 8, "RTX-4060-Laptop": 8,
-               "RTX-4070-Laptop": 8, "RTX-4070": 12, "RTX-4070-SUPER": 12, "RTX-5060-Ti": 16,
-               "RTX-PRO-6000-Workstation": 96, "GB10": 128}.get(card.name)  # fmt: skip
-    sticker = sticker or int(re.search(r"-(\d+)GB", card.name)[1])
-    assert 0.9 * sticker * GiB < card.memory < sticker * GiB
+    if sized := re.search(r"(\d+)GB", card.name):
+        assert 0.9 * int(sized[1]) * GiB < card.memory < int(sized[1]) * GiB
 
 
 @CARDS

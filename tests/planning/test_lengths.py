@@ -1,7 +1,5 @@
 """Batches of sequences of several lengths, padded to their longest one."""
 
-from __future__ import annotations
-
 import json
 from itertools import combinations, permutations
 from math import ceil

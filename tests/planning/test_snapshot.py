@@ -1,7 +1,5 @@
 """`llmlab fix SNAPSHOT.pickle`: holes, failures, and two snapshots compared."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

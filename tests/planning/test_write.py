@@ -4,9 +4,7 @@ import argparse
 import errno
 import json
 import os
-import re
 import runpy
-import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -63,7 +61,6 @@ LLAMA_FACTORY = {
     "disable_gradient_checkpointing", "use_reentrant_gc", "enable_liger_kernel", "pure_bf16", "lora_rank",
     "lora_dropout", "lora_target", "lora_alpha", "quantization_bit", "double_quantization",
 }  # fmt: skip; besides those of TrainingArguments
-SKY = {"name", "num_nodes", "resources", "workdir", "envs", "setup", "run"}
 
 
 def written(folder, run, gpus="A100-80GB", model=TINY):
@@ -252,34 +249,6 @@ def test_megatrons_arguments_stretch_positions_and_name_heads_of_another_width(t
         assert "not among the arguments" in done.left_out["megatron_args.txt"]
 
 
-def test_megatron_is_started_with_the_setting_that_its_parallelism_demands(tmp_path):
-    """validate_args stops without it where tensors or sequences are divided, on GPUs up to Hopper."""
-    run = lab.Training(dp=2, precision="mixed-bf16", seq_len=64, stack="megatron")
-    for folder, divided in (("copies", {}), ("tensors", {"tp": 2}), ("sequences", {"cp": 2})):
-        divided_run = replace(run, **divided)
-        written(tmp_path / folder, divided_run, f"{divided_run.world_size}xA100-80GB")
-        demanded = "\nexport CUDA_DEVICE_MAX_CONNECTIONS=1\n" in (tmp_path / folder / "launch.sh").read_text()
-        assert demanded == bool(divided)
-
-
-@pytest.mark.parametrize(("stack", "expands"), [
-    ("torchtitan", True),  # run_train.sh, which launch.sh stands for
-    ("megatron", False),
-    ("megatron:expandable_segments=true", True),
-])  # fmt: skip
-def test_segments_expand_where_they_were_counted_so(tmp_path, stack, expands):
-    run = lab.Training(dp=2, zero=3 if stack == "torchtitan" else 1, seq_len=64, stack=stack)
-    written(tmp_path / "out", run, "2xA100-80GB", "meta-llama/Llama-3.1-8B")
-    said = "\nexport PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
-    assert (said in (tmp_path / "out" / "launch.sh").read_text()) == expands
-
-
-def test_a_blocking_launch_is_exported(tmp_path):
-    run = lab.Training(dp=2, zero=1, seq_len=64, stack="megatron:cuda_launch_blocking=true")
-    written(tmp_path / "out", run, "2xA100-80GB", "meta-llama/Llama-3.1-8B")
-    assert "\nexport CUDA_LAUNCH_BLOCKING=1\n" in (tmp_path / "out" / "launch.sh").read_text()
-
-
 def test_megatrons_arguments_name_the_experts(tmp_path):
     """As examples/mixtral/train_mixtral_8x7b_distributed.sh has them."""
     run = lab.Training(dp=8, ep=8, pp=2, zero=1, accumulation=4, precision="mixed-bf16", checkpointing="full")
@@ -310,33 +279,6 @@ def test_torchtitans_own_parser_takes_its_job_config(tmp_path):
     degrees = read.parallelism
     assert (degrees.data_parallel_shard_degree, degrees.tensor_parallel_degree) == (4, 2)
     assert (read.activation_checkpoint.mode, read.compile.enable) == ("full", True)
-
-
-def test_shells_and_skypilot_read_what_starts_it(tmp_path):
-    written(tmp_path / "out", lab.Training(dp=16, zero=3, precision="mixed-bf16", seq_len=64), "2x8xA100-80GB")
-    for name in ("launch.sh", "job.sbatch"):
-        subprocess.run(["bash", "-n", tmp_path / "out" / name], check=True)
-    task = settings(tmp_path / "out", "sky.yaml")
-    assert set(task) <= SKY and task["resources"] == {"accelerators": "A100-80GB:8"} and task["num_nodes"] == 2
-    assert os.stat(tmp_path / "out" / "launch.sh").st_mode & stat.S_IXUSR
-    stopped = subprocess.run(["bash", tmp_path / "out" / "launch.sh"], capture_output=True, text=True,
-                             env={"PATH": os.environ["PATH"]})  # fmt: skip
-    assert stopped.returncode and "set the learning rate" in stopped.stderr
-
-
-def test_skypilot_brings_what_megatrons_launch_script_asks_for(tmp_path):
-    """Its package has no pretrain_gpt.py, and the tokenizer and the updates are arguments that no plan knows."""
-    run = lab.Training(dp=2, tp=4, zero=1, precision="mixed-bf16", seq_len=4096, stack="megatron")
-    written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
-    task = settings(tmp_path / "out", "sky.yaml")
-    asked = set(re.findall(r"\$\{(\w+):\?", (tmp_path / "out" / "launch.sh").read_text()))
-    assert asked == {"LR", "MEGATRON"} <= set(task["envs"])
-    subprocess.run(["bash", "-n", "-c", task["setup"] + task["run"]], check=True)
-    assert f"git clone --depth 1 --branch core_v{KNOWN['megatron'][1]}" in task["setup"]
-    (tmp_path / "out" / "launch.sh").write_text('echo "$@"')
-    started = subprocess.run(["bash", "-c", task["run"]], capture_output=True, text=True, cwd=tmp_path / "out",
-                             env={"PATH": os.environ["PATH"], "ARGS": "--train-iters 9"})  # fmt: skip
-    assert started.stdout == "--train-iters 9\n"
 
 
 def test_nothing_is_replaced_or_half_written(tmp_path):
@@ -384,14 +326,6 @@ def test_what_nothing_runs_is_refused_with_each_tools_reason(tmp_path):
     with pytest.raises(SpecError, match="for 1 GPUs"):
         written(tmp_path / "out", lab.Training(seq_len=64), "2xA100-80GB")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_claimed_name_is_a_comment_whatever_it_is(tmp_path):
-    name = 'x"""\nimport os\n"""'
-    written(tmp_path / "out", lab.Training(seq_len=64), model=TINY | {"_name_or_path": name})
-    for path in ("train.py", "launch.sh", "job.sbatch"):
-        assert '\nimport os\n"' not in (tmp_path / "out" / path).read_text()
-    compile((tmp_path / "out" / "train.py").read_text(), "train.py", "exec")
 
 
 def train(folder, said, before=int, name="0.log", words=()):

@@ -1,7 +1,5 @@
 """Memory snapshots: nothing in a file is run, and the stacks say phases and parts as the simulator knows them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -17,6 +17,7 @@ def test_a_script_keeps_its_arguments_as_they_are(here):
     assert command(["train.py", "--steps", "3", "--json"]) == Command("train.py", ("--steps", "3", "--json"))
     assert command(["python", "-u", "train.py", "-u"]) == Command("train.py", ("-u",))
     assert command(["-m", "package.train", "a"]) == Command("package.train", ("a",), module=True)
+    assert command(["A=1", "B=x=y", "python", "train.py"]).environment == {"A": "1", "B": "x=y"}
     script = command(["python", "-X", "faulthandler", "-Wignore", "-W", "error::UserWarning", "-OO", "train.py", "-W"])
     assert script == Command("train.py", ("-W",))
     assert command(["python3.11", "-m", "package.train"]) == Command("package.train", (), module=True)
@@ -176,3 +177,10 @@ def test_what_starts_no_script_is_refused_with_what_to_give(here, words, said):
     with pytest.raises(SpecError) as error:
         command(words)
     assert said in str(error.value)
+
+
+def test_the_rank_of_another_node_is_not_carried_out_and_that_is_said(here):
+    words = ["torchrun", "--nnodes=2", "--nproc_per_node=8", "train.py"]
+    first, second = (command([*words[:1], f"--node_rank={rank}", *words[1:]]) for rank in (0, 1))
+    (note,) = second.notes
+    assert note.startswith("--node_rank 1 was not carried out: rank 0") and not first.notes

@@ -1,7 +1,5 @@
 """What each step leaves behind and which line keeps it, and the phases of evaluation and of saving."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -128,3 +128,13 @@ def test_the_functions_of_os_are_its_own_again_after_the_block(home, kept):
     with pytest.raises(KeyError), WrittenFiles(str(kept)).patched():
         raise KeyError
     assert [getattr(os, name) for name in names] == before
+
+
+def test_the_mode_of_what_the_run_wrote_changes_and_of_what_was_there_does_not(home, kept):
+    before = (home / "data/train.txt").stat().st_mode
+    with WrittenFiles(str(kept)).patched():
+        Path("run.sh").write_text("true")
+        os.chmod("run.sh", 0o700)
+        os.chmod("data/train.txt", 0o600)
+    assert (kept / str(home)[1:] / "run.sh").stat().st_mode & 0o777 == 0o700
+    assert (home / "data/train.txt").stat().st_mode == before and not (home / "run.sh").exists()

@@ -265,3 +265,12 @@ def test_a_real_servers_log(tmp_path, monkeypatch, fields):
     assert sizes["model"] == pytest.approx(ours.model[1] / MIB, abs=0.02)
     assert sizes["KV"] == pytest.approx(ours.kv[1] / MIB, abs=0.01)
     assert sizes["compute"] == pytest.approx((layer + residual) / MIB, rel=0.02)
+
+
+def test_from_32_rows_on_layers_of_the_cpu_run_on_the_gpu():
+    """ggml-cuda.cu, offload_op: below, their weights are read by the CPU; from there on they are sent over PCIe."""
+    service = lab.Service("llama.cpp", weights="q4_k_m", n_gpu_layers=0, cpu_memory_gb_s=50)
+    card = lab.gpu("RTX-4090")
+    few, many = (step_seconds(model("meta-llama/Llama-3.1-8B"), service, card, Step(rows, 100)) for rows in (31, 32))
+    assert few["layers on the CPU"] / many["layers on the CPU"] == pytest.approx(card.pcie / 50e9, rel=0.35)
+    assert many["small kernels"] > few["small kernels"]

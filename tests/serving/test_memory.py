@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmlab as lab
-from llmlab.serving.memory import divided_memory, weight_bytes
+from llmlab.serving.memory import SAMPLING, activation_bytes, divided_memory, weight_bytes
 from llmlab.serving.sizing import longest_context
 from llmlab.specs.model import model
 
@@ -64,3 +64,17 @@ def test_a_draft_takes_memory_for_its_weights_and_cache():
     without = replace(mtp, draft=None, acceptance=None)
     added = divided_memory(deepseek, mtp, H100).weights - divided_memory(deepseek, without, H100).weights
     assert 8 * added == pytest.approx(11.5e9 + 8 * 3 * 2 * 7168**2, rel=0.1)  # 11.5B parameters of the layer: README
+
+
+def test_activations_are_those_of_the_widest_layer_or_of_sampling():
+    """8,192 tokens of bf16: the residual, its norm and a copy, and of attention 32 + 2 · 8 heads and 32 of the output,
+    or gate, up and their product. With a vocabulary of 256 Ki, 1,024 requests are sampled from more."""
+    sizes = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 1024, "num_hidden_layers": 2, "head_dim": 128,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}  # fmt: skip
+    narrow, wide = (model({**sizes, "intermediate_size": size}) for size in (512, 8192))
+    tokens, service = 8192, lab.Service()
+    assert activation_bytes(narrow, service, H100) == 2 * tokens * (1024 + 2 * 1024 + (32 + 16 + 32) * 128)
+    assert activation_bytes(wide, service, H100) == 2 * tokens * (1024 + 2 * 1024 + 3 * 8192)
+    assert activation_bytes(wide, lab.Service(tp=2), H100) == 2 * tokens * (1024 + 2 * 1024 + 3 * 4096)
+    words = model({**sizes, "intermediate_size": 512, "vocab_size": 1 << 18})
+    assert activation_bytes(words, service, H100) == 2 * tokens * 1024 + 1024 * (1 << 18) * SAMPLING

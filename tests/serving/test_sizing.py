@@ -49,6 +49,8 @@ def test_the_cheapest_deployment_meets_the_service_level():
     assert found and all(one.latency.ttft <= 1 and one.latency.tpot <= 0.02 for one in found)
     assert all(one.copies * one.point.requests_per_second >= 20 for one in found)
     assert [one.usd_per_hour for one in found] == sorted(one.usd_per_hour for one in found)
+    (quick,) = deployments(LLAMA, lab.Service(prompt_len=2000), 20.0, 0.06, 0.05, cards[1:2])
+    assert quick.latency.ttft <= 0.06 and quick.point.service.tp == 8  # with fewer GPUs a prompt takes longer to read
     assert not deployments(LLAMA, lab.Service(), 20.0, 1.0, 1e-4, cards)
     (one,) = deployments(LLAMA, lab.Service(), 20.0, 1.0, 0.02, cards[1:2])
     meet = [point for point in frontier(LLAMA, lab.Service(tp=one.point.service.tp), H100) if point.tpot <= 0.02]

@@ -1,14 +1,18 @@
 """The seconds of one step of an engine: more work takes longer, drafts, and pipelines."""
 
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmlab as lab
+from llmlab.serving.layers import Attention
 from llmlab.serving.memory import divided_memory
-from llmlab.serving.step import Step, step_seconds
+from llmlab.serving.step import Step, _mixer, step_seconds
 from llmlab.specs.model import model
 
 LLAMA, LLAMA_1B = model("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.2-1B"
@@ -67,3 +71,14 @@ def test_copies_of_attention_share_eight_prompts_and_not_one():
     spec, service = model("Qwen/Qwen3-235B-A22B"), lab.Service(tp=8, ep=8, dp_attention=8)
     one, eight = (sum(step_seconds(spec, service, H100, Step(64, 1000, 8192, prompts=n)).values()) for n in (1, 8))
     assert 1.5 * eight < one
+
+
+def test_a_gated_attention_projects_its_queries_twice():
+    """Queries and gates of 16 heads, keys and values of 2; on two GPUs half of each, and one key-value head."""
+    seen = []
+    kernels = SimpleNamespace(matmul=lambda *sizes: seen.append(sizes[:3]) or 0.0, attention=lambda *sizes: 0.0)
+    for gated, tp, columns in ((False, 1, 16 + 4), (True, 1, 32 + 4), (True, 2, 16 + 2)):
+        mixer = Attention(heads=16, kv_heads=2, head_dim=64, gated=gated)
+        with suppress(AttributeError, TypeError):  # what follows the two projections
+            _mixer(defaultdict(float), kernels, lab.Service(tp=tp), 1024, mixer, Step(8, 100), "bf16")
+        assert seen[-2:] == [(8, columns * 64, 1024), (8, 1024, 16 * 64 // tp)]

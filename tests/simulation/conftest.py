@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from llmlab.simulation.simulator import simulator
 
@@ -7,3 +8,9 @@ from llmlab.simulation.simulator import simulator
 def card():
     with simulator("A100-40GB") as sim:
         yield sim
+
+
+@pytest.fixture(scope="module")
+def no_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("the simulated device must not be mistaken for a real one")

@@ -1,7 +1,5 @@
 """Autocast on the simulated GPU has CUDA's table: the one in torch's own build."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -11,12 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
-
 from llmlab.simulation.engine.operators import decomposed
 from llmlab.simulation.patching import autocast
 from llmlab.simulation.simulator import simulator
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 MACROS = {

@@ -1,12 +1,10 @@
 """The caching allocator: what must hold of every stream of requests, and what torch documents of single ones."""
 
-import re
 from collections import Counter
 from itertools import pairwise
 from random import Random
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -217,22 +215,6 @@ def test_what_one_request_takes(asked, allocated, reserved):
     assert (allocator.allocated, allocator.reserved, requested(allocator)) == (allocated, reserved, asked)
 
 
-@pytest.mark.parametrize(
-    ("asked", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MiB),
-        (9 * MiB, 9 * MiB, 20 * MiB),
-        (20 * MiB - 512, 20 * MiB - 512, 20 * MiB),
-        (21 * MiB, 21 * MiB, 40 * MiB),
-    ],
-)
-def test_an_expandable_segment_grows_by_pages_of_2_and_20_mib_and_splits_to_the_byte(asked, allocated, reserved):
-    allocator = Allocator(config=EXPANDABLE)
-    allocator.malloc(asked)
-    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
-    assert allocator.stats()["segment.all.current"] == 0, "torch counts only segments from cudaMalloc"
-
-
 def test_nothing_takes_nothing_and_what_is_not_in_use_cannot_be_freed():
     allocator = Allocator()
     assert allocator.malloc(0) == 0
@@ -260,15 +242,6 @@ def test_a_power_of_two_in_four_divisions_rounds_1200_up_to_1280():
 # ---- the cache
 
 
-def test_the_driver_hands_out_addresses_downwards_so_the_newest_of_equal_segments_serves_first():
-    allocator = Allocator()
-    first, second = allocator.malloc(30 * MiB), allocator.malloc(30 * MiB)
-    assert second == first - 30 * MiB
-    allocator.free(first)
-    allocator.free(second)
-    assert [allocator.malloc(30 * MiB), allocator.malloc(30 * MiB)] == [second, first]
-
-
 def test_what_is_free_stays_reserved_until_the_cache_is_emptied():
     allocator = Allocator()
     addresses = [allocator.malloc(30 * MiB), allocator.malloc(100)]
@@ -293,84 +266,6 @@ def test_a_failed_request_releases_the_cached_segments_and_asks_again():
     assert allocator.reserved == 80 * MiB
     assert allocator.stats()["num_device_free"] == 3
     allocator.free(kept)
-
-
-def fragmented(config):
-    """Return an allocator of 80 MiB whose free 40 MiB lie apart: every other one of four 20 MiB pieces of two 40s."""
-    allocator = Allocator(capacity=80 * MiB, config=config)
-    for address in [allocator.malloc(40 * MiB), allocator.malloc(40 * MiB)]:
-        allocator.free(address)
-    pieces = [allocator.malloc(20 * MiB) for _ in range(4)]
-    for address in pieces[1::2]:
-        allocator.free(address)
-    assert (allocator.allocated, allocator.reserved) == (40 * MiB, 80 * MiB)
-    return allocator
-
-
-def test_fragmentation_fails_a_request_that_the_free_memory_would_hold():
-    allocator = fragmented(AllocatorConfig())
-    assert allocator.stats()["inactive_split_bytes.all.current"] == 40 * MiB
-    with pytest.raises(AllocatorOutOfMemory) as caught:
-        allocator.malloc(40 * MiB)
-    error = caught.value
-    assert error.reserved - error.allocated == error.segment == error.requested == 40 * MiB
-    assert (error.capacity, allocator.statistics.num_ooms) == (80 * MiB, 1)
-
-
-def test_expandable_segments_cure_that_fragmentation():
-    allocator = fragmented(EXPANDABLE)
-    allocator.malloc(40 * MiB)
-    assert (allocator.allocated, allocator.reserved, allocator.statistics.num_ooms) == (80 * MiB, 80 * MiB, 0)
-
-
-def test_an_expandable_segment_lets_a_longer_batch_grow_where_segments_pile_up():
-    """torch's Note [Expandable Segments]: each step a little longer, no cached segment of the last one is enough."""
-    plain, expandable = Allocator(), Allocator(config=EXPANDABLE)
-    for allocator in (plain, expandable):
-        for step in range(20, 40, 4):
-            allocator.free(allocator.malloc(step * MiB))
-    assert (plain.reserved, expandable.reserved) == ((20 + 24 + 28 + 32 + 36) * MiB, 40 * MiB)
-
-
-def test_empty_cache_returns_the_free_pages_inside_an_expandable_segment():
-    allocator = Allocator(config=EXPANDABLE)
-    pieces = [allocator.malloc(20 * MiB) for _ in range(3)]
-    allocator.free(pieces[1])
-    allocator.empty_cache()
-    assert allocator.reserved == 40 * MiB
-    assert [segment["total_size"] for segment in allocator.segments()] == [20 * MiB, 20 * MiB]
-    assert allocator.malloc(20 * MiB) == pieces[1], "the hole is mapped again before the segment grows"
-    assert [segment["total_size"] for segment in allocator.segments()] == [60 * MiB]
-
-
-def test_a_hole_is_filled_before_the_growing_end_of_an_expandable_segment_is_cut():
-    """get_free_block: at the end a block counts with all the addresses behind it, so the larger hole fits better."""
-    allocator = Allocator(config=EXPANDABLE)
-    hole, _, end = (allocator.malloc(size * MiB) for size in (20, 20, 10))
-    allocator.free(hole)
-    assert [block["size"] // MiB for block in allocator.segments()[0]["blocks"]] == [20, 20, 10, 10]
-    assert allocator.malloc(5 * MiB) == hole
-    assert allocator.malloc(16 * MiB) == end + 10 * MiB, "and the end grows by what it lacks"
-    assert allocator.reserved == 80 * MiB
-
-
-def test_an_expandable_segment_gives_up_all_its_pages_and_gets_them_again():
-    allocator = Allocator(config=EXPANDABLE)
-    address = allocator.malloc(30 * MiB)
-    allocator.free(address)
-    allocator.empty_cache()
-    assert (allocator.reserved, allocator.segments()) == (0, [])
-    assert allocator.malloc(30 * MiB) == address
-    assert allocator.reserved == 40 * MiB
-
-
-def test_a_partly_used_page_of_an_expandable_segment_stays():
-    allocator = Allocator(config=EXPANDABLE)
-    first, second = allocator.malloc(30 * MiB), allocator.malloc(5 * MiB)
-    allocator.free(first)
-    allocator.empty_cache()
-    assert allocator.reserved == 20 * MiB, "the first page goes back; 10 MiB of the second are cached beside 5 in use"
-    allocator.free(second)
 
 
 def test_a_block_freed_on_one_stream_does_not_serve_another():
@@ -401,106 +296,3 @@ def test_max_split_size_keeps_oversize_blocks_whole_and_for_requests_of_about_th
     assert allocator.allocated == allocated + 100 * MiB
     allocator.free(oversize)
     assert allocator.stats()["oversize_allocations.current"] == 1, "70 MiB are left"
-
-
-def test_max_split_size_releases_just_enough_oversize_blocks_before_the_whole_cache():
-    allocator = Allocator(capacity=300 * MiB, config=AllocatorConfig(max_split_size=64 * MiB))
-    for address in [allocator.malloc(size * MiB) for size in (30, 70, 80, 100)]:
-        allocator.free(address)
-    allocator.malloc(120 * MiB)  # needs 120 of 20 free: 100 and 80 go, from the largest down
-    assert sorted(segment["total_size"] // MiB for segment in allocator.segments()) == [30, 70, 120]
-    assert (allocator.statistics.num_alloc_retries, allocator.stats()["num_sync_all_streams"]) == (0, 0)
-
-
-def test_a_memory_fraction_is_a_limit_of_its_own():
-    allocator = Allocator(capacity=100 * MiB)
-    allocator.set_memory_fraction(0.5)
-    allocator.malloc(40 * MiB)
-    with pytest.raises(AllocatorOutOfMemory) as caught:
-        allocator.malloc(20 * MiB)
-    assert caught.value.capacity == 50 * MiB
-    allocator.set_memory_fraction(1.0)
-    allocator.malloc(20 * MiB)
-    with pytest.raises(SpecError, match="memory fraction of"):
-        allocator.set_memory_fraction(1.5)
-    with pytest.raises(SpecError, match="capacity or total"):
-        Allocator().set_memory_fraction(0.5)
-
-
-def test_there_is_room_for_requests_that_could_each_have_a_segment_of_their_own():
-    allocator = Allocator(capacity=100 * MiB)
-    assert allocator.has_room([30 * MiB, 50 * MiB]) and not allocator.has_room([30 * MiB, 90 * MiB])
-    allocator.set_memory_fraction(0.5)
-    assert allocator.has_room([40 * MiB]) and not allocator.has_room([60 * MiB])
-    assert not Allocator(capacity=100 * MiB, config=EXPANDABLE).has_room([1])  # whose pages go back one by one
-
-
-def test_garbage_collection_releases_the_segments_unused_for_longest_and_only_beside_a_fraction():
-    def reserved_after(fraction):
-        config = AllocatorConfig(garbage_collection_threshold=0.5, per_process_memory_fraction=fraction)
-        allocator = Allocator(capacity=400 * MiB, config=config)
-        old, recent = allocator.malloc(100 * MiB), allocator.malloc(60 * MiB)
-        allocator.free(old)
-        for _ in range(10):
-            allocator.free(recent)
-            recent = allocator.malloc(60 * MiB)
-        allocator.free(recent)
-        allocator.malloc(110 * MiB)  # 160 MiB reserved: still below the threshold of 180
-        allocator.malloc(120 * MiB)  # 270 MiB: above it, so the 100 MiB that were idle go, the 60 stay
-        return sorted(segment["total_size"] // MiB for segment in allocator.segments())
-
-    assert reserved_after(fraction=0.9) == [60, 110, 120]
-    assert reserved_after(fraction=1.0) == [60, 100, 110, 120]
-
-
-# ---- what torch's own tools make of it
-
-
-def used_allocator():
-    allocator = Allocator()
-    addresses = [allocator.malloc(size) for size in (100, 3 * MiB, 5 * MiB, 700 * KiB, 64 * MiB)]
-    allocator.free(addresses[1])
-    allocator.free(addresses[3])
-    return allocator
-
-
-def test_stats_have_the_keys_that_torch_documents():
-    documented = set()
-    for name in re.findall(r'^    - ``"(.*?)"``', torch.cuda.memory_stats.__doc__, re.MULTILINE):
-        choices = re.findall(r"\{(.*?)\}", name)
-        names = [re.sub(r"\{.*?\}", "{}", name)]
-        for choice in choices:
-            names = [each.replace("{}", one, 1) for each in names for one in choice.split(",")]
-        documented |= set(names)
-    # The documentation's "allocated" is "allocation" in what the function returns; private pools are not simulated.
-    documented = {re.sub(r"^allocated\.", "allocation.", name) for name in documented}
-    documented -= {"reserved_bytes_by_private_pools"}
-    assert len(documented) > 100
-    given_keys = set(used_allocator().stats())
-    assert documented <= given_keys
-    assert given_keys - documented <= {
-        "num_sync_all_streams",
-        "num_device_alloc",
-        "num_device_free",
-        "num_oom_rejections",
-    }
-
-
-def test_torch_prints_its_memory_summary_from_them(monkeypatch):
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats", lambda device=None: used_allocator().stats())
-    monkeypatch.setattr(torch.cuda.memory, "_get_device_index", lambda device, optional=False: 0)
-    rows = [line.split("|") for line in torch.cuda.memory_summary().splitlines()]
-    table = {row[1].strip(): [cell.strip() for cell in row[2:6]] for row in rows if len(row) > 5}
-    assert table["GPU reserved memory"][0] in ("88064 KiB", "86 MiB")  # 2 + 20 + 64 MiB
-    assert table["Allocations"] == ["3", "5", "5", "2"]
-    assert table["GPU reserved segments"] == ["3", "3", "3", "0"]
-    assert table["Non-releasable allocs"][0] == "3"  # what is free beside 100 B, and on both sides of 5 MiB
-
-
-def test_peaks_and_totals_start_again_when_asked():
-    allocator = used_allocator()
-    allocator.statistics.reset_accumulated()
-    stats = allocator.stats()
-    assert stats["allocation.all.allocated"] == stats["num_device_alloc"] == 0
-    assert stats["allocation.all.current"] == 3
-    assert stats["max_split_size"] == -1

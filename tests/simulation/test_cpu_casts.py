@@ -1,7 +1,5 @@
 """Operators of two dtypes on the simulated CPU: it makes the copies that the real one makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

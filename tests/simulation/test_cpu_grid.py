@@ -1,7 +1,5 @@
 """The simulated CPU against the measured one: a few of the steps that benchmarks/agreement/cpu_grid.py compares."""
 
-from __future__ import annotations
-
 import pytest
 
 import llmlab as lab

@@ -4,8 +4,6 @@ Its host code was run (CUDA 13.0, std::plus for sums, as in PyTorch) and told th
 multiprocessors there are; no GPU is needed for that question.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from llmlab.hardware.gpu import gpu as find_gpu

@@ -5,8 +5,7 @@ import torch
 
 import llmlab as lab
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.mark.parametrize(("gpu", "native"), [("T4", False), ("A100-40GB", True)])
@@ -23,3 +22,30 @@ def test_the_module_of_the_device_is_that_of_the_gpu():
         assert torch.get_device_module() is torch.get_device_module("cuda:0") is torch.cuda
         assert torch.get_device_module("cpu") is torch.cpu
     assert torch.get_device_module() is not torch.cuda
+
+
+def test_torch_cuda_counts_the_memory_of_this_process():
+    with lab.simulator("T4") as card:
+        free = torch.cuda.mem_get_info()[0]
+        x = torch.empty(30 << 18, device="cuda")
+        assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() == card.allocated == 30 << 20
+        assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"] == 30 << 20
+        assert torch.cuda.mem_get_info() == (free - (30 << 20), lab.gpu("T4").memory)
+        del x
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+        assert torch.cuda.max_memory_allocated() == 0 == torch.cuda.memory_stats()["allocated_bytes.all.freed"]
+        assert torch.cuda.memory_reserved() == 30 << 20
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 0
+
+
+def test_a_memory_fraction_holds_from_then_on_and_other_devices_do_not_exist():
+    with lab.simulator("T4"):
+        torch.cuda.set_per_process_memory_fraction(0.25)
+        assert torch.cuda.get_per_process_memory_fraction() == 0.25
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(5 << 28, device="cuda")
+        for ask in (torch.cuda.mem_get_info, torch.cuda.memory_stats, torch.cuda.get_device_properties):
+            with pytest.raises((RuntimeError, AssertionError), match="device"):
+                ask(1)

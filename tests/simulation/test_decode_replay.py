@@ -1,7 +1,5 @@
 """Long generation, most steps of which are played back: the allocator sees what it sees where every step runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 from typing import Any

@@ -9,8 +9,7 @@ from torch import nn
 
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_a_checkpoint_is_kept_in_memory_and_takes_the_cards_memory_when_loaded(card, tmp_path):

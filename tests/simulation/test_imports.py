@@ -1,7 +1,5 @@
 """What is first imported inside a simulation is as without one when it has ended."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil
@@ -16,8 +14,7 @@ import torch
 import llmlab as lab
 from llmlab.simulation.patching.imports import swept
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 IMPORTED = """
 import functools

@@ -1,7 +1,5 @@
 """What autograd sums and fills in place on plain tensors: the simulated CPU takes what the real one takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 

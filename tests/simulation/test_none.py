@@ -1,7 +1,5 @@
 """Which operators the simulated GPU knows all about, met by the models that the book and its readers run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +10,7 @@ from llmlab.simulation.workspaces.none import NO_WORKSPACE, has_known_workspace
 from llmlab.simulation.workspaces.registry import WORKSPACES
 from llmlab.specs.run import OPTIMIZERS
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,23 +1,20 @@
 """lab.simulator against what others published: single operators on an A100, BERT-large on a V100, formulas."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
 from benchmarks.agreement import embedding_script, formulas, operators
 from benchmarks.memory import bert
+from llmlab.archive import operator_records
+from llmlab.base.compat import FakeTensorMode
+from llmlab.simulation.engine.operators import cast_copies, changes_values_alone, is_composite, mixed_devices
+from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-from llmlab.archive import operator_records  # noqa: E402
-from llmlab.simulation.simulator import simulator  # noqa: E402
-
+aten = torch.ops.aten
+f16, f32 = torch.float16, torch.float32
 ROWS = operators.plain_rows()
 HOLE = 8 * 2**20
 
@@ -74,3 +71,42 @@ def test_what_is_multiplied_by_zero_is_not_read(add):
                 add(c, a, b, beta=beta)
                 getattr(c, f"{add.__name__}_")(a, b, beta=beta)
     assert [kernel.bytes for kernel in seen] == [4 * size, 4 * size, 3 * size, 3 * size]
+
+
+@pytest.mark.parametrize(("operator", "dtypes", "copies"), [
+    (aten.add.Tensor, (f16, f32), [128]),  # the half operand, in fp32
+    (aten.add.Tensor, (f16, f16), []),
+    (aten.add_.Tensor, (f16, f32), [128, 128]),  # and its new value before it is narrowed
+    (aten.add_.Tensor, (f32, f16), [128]),
+    (aten.mul.Tensor, (torch.int64, f16), [64]),
+    (aten.copy_.default, (f16, f32), []),  # casts as it copies
+    (aten.mm.default, (f16, f32), []),
+])  # fmt: skip
+def test_a_cpu_casts_operands_of_another_dtype_into_copies(operator, dtypes, copies):
+    """TensorIterator.cpp, compute_types; of 32 elements."""
+    assert cast_copies(operator, tuple(torch.empty(4, 8, dtype=dtype) for dtype in dtypes)) == copies
+
+
+def test_lists_are_compared_position_by_position():
+    card, host = torch.empty(2, device="meta"), torch.empty(2)
+    number = torch.tensor(1.0)
+    add, copy = aten._foreach_add_.List, aten._foreach_copy_.default
+    assert mixed_devices(add, ([card, host], [card, host])) is None
+    assert mixed_devices(add, ([card, host], [card, card])) == (host.device, card.device)
+    assert mixed_devices(add, ([card], [number])) is None and mixed_devices(copy, ([card], [host])) is None
+    assert mixed_devices(aten.add.Tensor, (card, host)) is None  # torch compares these
+
+
+def test_torch_decides_where_lists_have_other_shapes_or_whole_numbers():
+    with FakeTensorMode():
+        x, wide, whole = torch.empty(2), torch.empty(3, 2), torch.empty(2, dtype=torch.int64)
+        add = aten._foreach_add_.List
+        assert changes_values_alone(add, ([x, x], [x, x]))
+        assert not changes_values_alone(add, ([wide], [x])) and not changes_values_alone(add, ([whole], [whole]))
+        assert not changes_values_alone(aten._foreach_add.List, ([x], [x]))  # makes tensors
+    assert not changes_values_alone(add, ([torch.empty(2)], [torch.empty(2)]))
+
+
+def test_what_has_a_kernel_of_its_own_is_not_composite():
+    assert is_composite(aten.linear.default) and is_composite(aten.matmul.default)
+    assert not is_composite(aten.mm.default) and not is_composite(aten.silu_backward.default)

@@ -6,8 +6,7 @@ import torch
 from llmlab.base.errors import NotAvailable
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_whole_numbers_are_not_written_to_the_host_unless_the_user_assumes_one():

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from llmlab.simulation.simulator import simulator
 from llmlab.simulation.workspaces.reductions import _ordered
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,7 +1,5 @@
 """An operator that is not run again gives what torch's fake mode gives: form, device, storage, and its refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import llmlab as lab
+from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.engine import shape_cache as repeats
+from llmlab.simulation.engine.engine import HOST, Engine
 from llmlab.simulation.engine.shape_cache import Repeats
 
 GPT = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 128, "vocab_size": 500}
@@ -246,3 +246,15 @@ def test_a_tensor_takes_the_storage_of_another_each_time():
     with both():
         for _ in range(2):
             torch.ones(2).set_(torch.ones(2))
+
+
+def test_an_operator_on_tensors_of_one_form_is_run_once():
+    """In place, its output is its input, which has no form of its own."""
+    engine = Engine(HOST, HostMemory())
+    with engine, torch.no_grad():
+        x = torch.empty(4, 8)
+        for _ in range(3):
+            x + x
+            x.add_(x)
+    made, changed = (value for key, value in engine.repeats._given.items() if "add" in key[0]._schema.name)
+    assert [form.shape for form in made[0]] == [(4, 8)] and changed is None

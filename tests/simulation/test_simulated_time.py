@@ -1,27 +1,17 @@
 """Seconds summed over operators, held to measured steps and operators; and the table of rates derived again."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import llmlab as lab
 from benchmarks.time import efficiencies as derivation
 from llmlab import LoRA, Training
-from llmlab.archive import operator_records, records
-from llmlab.formulas.time.efficiency import Efficiency, efficiency
+from llmlab.archive import records
+from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.kernels import kernels
-from llmlab.formulas.time.operators import host_seconds, kernel_seconds, timing
 from llmlab.formulas.time.step import moved, update_seconds
-from llmlab.simulation.profile.operator_log import Operators
 from llmlab.simulation.report import recorded
-from llmlab.traces.kernels import Kernel
-
-A100_ROWS = operator_records(provider="huggingface", metric="time", gpu="A100-80GB")
 
 
 @pytest.fixture(scope="module")
@@ -66,62 +56,6 @@ def test_the_records_give_the_rates_again(card, some_t4_rows, some_a100_rows):
         assert again.matmul[dtype] == pytest.approx(rate, rel=0.15)
 
 
-def test_operators_of_any_code():
-    record = next(r for r in A100_ROWS if r.operator == "geglu" and r.mode == "full" and r.sizes["T"] == 1024)
-    kernels = derivation.operator_kernels(record)
-    assert kernels.seconds == pytest.approx(record.value, rel=0.10)
-    sizes = record.sizes
-    once = 2 * sizes["bsz"] * sizes["T"] * sizes["hidden_size"] * sizes["intermediate_size"]
-    assert kernels.flops == 3 * 3 * once  # three products, each forward and twice backward
-
-
-def test_views_start_no_kernel_and_repeats_are_read_once():
-    with lab.simulator("A100-80GB") as sim:
-        x = torch.zeros(64, 1, device="cuda")
-        with sim.operators() as seen:
-            y = x.expand(64, 1 << 16).t()
-            y + 1.0
-    assert [kernel.kind for kernel in seen] == ["none", "none", "strided"]
-    assert seen[-1].bytes == 4 * (64 + 64 * (1 << 16))
-
-
-def test_a_card_that_nobody_measured_has_a_time_and_a_wider_interval():
-    run = Training(micro_batch=16, precision="bf16")  # in which no GPU waits for its host
-    config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 50304}
-    wide = []
-    for gpu in ("A100", "H100", "RTX-4090"):
-        report = lab.simulate(config, run, gpu)
-        assert report.step_seconds_low < report.step_seconds < report.step_seconds_high and report.mfu
-        wide.append(report.step_seconds / report.step_seconds_low)  # so short a step may be longer, on any GPU
-    assert wide[1] <= wide[0] < 1.05 * wide[1] < wide[2]  # an A100's head is beyond the sizes measured
-
-
-def test_a_compiled_step_takes_its_fused_kernels_bytes_and_hardly_waits():
-    config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 50304}  # which a compiler has no need to pad
-    run = Training(micro_batch=8, seq_len=1024, precision="bf16")
-    eager, compiled = (lab.simulate(config, replace(run, compile=each), "A100") for each in (False, True))
-    assert compiled.step_seconds_low < compiled.step_seconds < compiled.step_seconds_high and compiled.mfu
-    assert compiled.time["elementwise"] < 0.7 * eager.time["elementwise"]
-    assert compiled.time["products"] == pytest.approx(eager.time["products"], rel=0.02)
-    assert compiled.time.get("launches", 0.0) < 0.2 * eager.time["launches"]
-    assert not any(note.code == "triton-kernels" for note in compiled.notes)
-
-
-def test_a_fused_kernel_reads_and_writes_each_tensor_once():
-    with lab.simulator("A100-80GB") as sim:
-        x, y = (torch.randn(1 << 20, device="cuda") for _ in range(2))
-        fused = torch.compile(lambda x, y: torch.relu(x * y + 1).sin())
-        fused(x, y)
-        with sim.operators() as seen:
-            fused(x, y)
-        assert sim.counts_all_kernels
-    (kernel,) = [each for each in seen if each.kind == "memory"]
-    assert kernel.name.startswith("triton_poi_fused") and kernel.bytes == 3 * 4 * (1 << 20)
-    rates = kernels("A100-80GB").operators
-    assert 0 < host_seconds(kernel, rates) < host_seconds(kernel._replace(compiled=False), rates)
-    assert kernel_seconds(kernel, rates) > 0 == host_seconds(kernel._replace(kind="none"), rates)
-
-
 SEVERAL = [
     {"dp": 8, "zero": 3},
     {"dp": 8, "zero": 3, "dp_replicate": 2},
@@ -146,71 +80,6 @@ def test_simulated_passes_take_what_is_estimated_and_ranks_send_the_same(fields)
     assert (traced.time.get("data", 0) < 0.95 * formula.time.get("data", 0)) == (run.zero >= 2)
     assert sum(traced.time.values()) == pytest.approx(traced.step_seconds)
     assert traced.tokens_per_second == run.global_batch * run.seq_len / traced.step_seconds
-
-
-def test_rows_that_are_not_whole_16_bytes_take_as_long_as_is_estimated():
-    """A head of 50,257 words, on an A100: three times what a trace says, which knows no rows."""
-    run = Training(micro_batch=4, seq_len=512, precision="bf16")
-    small = {"model_type": "gpt2", "n_embd": 256, "n_layer": 1, "n_head": 4, "n_positions": 512}
-    for words, times in ((50257, 3), (50256, 1)):
-        config = {**small, "vocab_size": words}
-        simulated, estimated = lab.simulate(config, run, "A100"), lab.estimate(config, run, "A100")
-        assert simulated.time["products"] == pytest.approx(estimated.time["products"], rel=0.05)
-        assert ("which take 3 times as long" in simulated.time_sources["products"]) == (times == 3)
-
-
-def test_what_ranks_send_is_no_kernel_and_fsdp_s_copies_are():
-    config = {**lab.model("meta-llama/Llama-3.2-1B").config, "num_hidden_layers": 2}
-    run = Training(seq_len=256, precision="mixed-bf16", dp=8, zero=3)
-    operators = recorded(config, run, "H100").operators
-    sent = [each for each in operators if each.kind == "sent"]
-    assert {each.name for each in sent} >= {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
-    rates = kernels("H100").operators
-    assert sum(kernel_seconds(each, rates) for each in sent) == 0
-    whole = 2 * lab.model(config).parameters
-    copied = sum(each.bytes for each in operators if each.name == "fsdp::split_with_sizes_copy")
-    assert copied == pytest.approx(2 * 2 * whole, rel=0.01)  # read and written, before forward and before backward
-
-
-RATES = Efficiency(
-    gpu="made up", sms=40, bandwidth=2e11, strided=1e11, gather=1e11, matmul={"fp16": 2e13}, attention={"fp16": 1e13},
-    launch=2e-6, dispatch=4e-5, view=6e-6, backward_dispatch=0.6, cache=4e6,
-)  # fmt: skip
-SIZE = st.integers(1, 1 << 14)
-
-
-def product(M, N, K):
-    return Kernel("aten::mm", "matmul", "fp16", 2 * M * N * K, 2 * (M * K + K * N + M * N), (1, M, N, K), 1, False, "")
-
-
-@settings(max_examples=300, deadline=None)
-@given(M=SIZE, N=SIZE, K=SIZE, more=SIZE)
-def test_a_larger_product_never_takes_less_time(M, N, K, more):
-    now = kernel_seconds(product(M, N, K), RATES)
-    assert kernel_seconds(product(M + more, N, K), RATES) >= now * (1 - 1e-9)
-    assert kernel_seconds(product(M, N + more, K), RATES) >= now * (1 - 1e-9)
-    assert kernel_seconds(product(M, N, K + more), RATES) >= now * (1 - 1e-9)
-    assert now >= 2 * M * N * K / RATES.matmul["fp16"]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=20), st.integers(0, 19))
-def test_a_step_takes_at_least_its_kernels_and_their_starts(sizes, extra):
-    kernels = [product(*size) for size in sizes]
-    found = timing(kernels, RATES)
-    assert max(found.gpu, found.host) <= found.step <= found.gpu + found.host
-    longer = timing([*kernels, kernels[extra % len(kernels)]], RATES)
-    assert longer.step > found.step
-
-
-def test_adapters_on_the_simulated_card_count_as_the_formulas_do():
-    config = {**lab.model("TinyLlama-1.1B").config, "num_hidden_layers": 2}
-    run = Training(
-        micro_batch=1, seq_len=128, precision="fp16", checkpointing="full", quantization="nf4",
-        lora=LoRA(rank=8, targets=("q_proj", "down_proj")),
-    )  # fmt: skip
-    for gpu in ("T4", "A100-80GB"):
-        assert lab.simulate(config, run, gpu).flops == flops(lab.model(config), run, lab.gpu(gpu)).total
 
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 96,
@@ -267,11 +136,6 @@ def test_the_formula_moves_the_bytes_that_the_operators_do(name, checkpointing):
     assert formula == pytest.approx(simulated, rel=0.1)
     if config is LLAMA and fields in (BF16, AUTOCAST):
         assert gaps == pytest.approx(strided, rel=0.1)
-
-
-def test_an_empty_list_of_operators_takes_no_time():
-    assert Operators(lab.gpu("T4")).seconds == 0
-    assert Operators().seconds is None
 
 
 @pytest.mark.parametrize(

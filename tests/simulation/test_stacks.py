@@ -203,49 +203,6 @@ LITGPT = {
     "LoRA on eight, in blocks that are not split": {"dp": 8, "lora": DROPPED, "accumulation": 2, "micro_batch": 2},
     "LoRA on eight, accumulated": {"dp": 8, "lora": MLP, "accumulation": 2, "seq_len": 1024},
 }
-BUCKETS = "reduce_bucket_size=20000000"
-DEEPSPEED = {
-    "no ZeRO": {"zero": 0},
-    "stage 1": {"zero": 1, "checkpointing": "full"},
-    "stage 2": {"zero": 2},
-    "stage 3": {"zero": 3},
-    "stage 3, 64 ranks": {"zero": 3, "dp": 64, "checkpointing": "full"},
-    "stage 1, accumulated": {"zero": 1, "accumulation": 2},
-    "stage 2, several buckets": {"zero": 2, "checkpointing": "full", "stack": f"deepspeed:{BUCKETS}", "seq_len": 128},
-    "stage 2, overlapped": {"zero": 2, "stack": f"deepspeed:{BUCKETS},overlap_comm=True", "accumulation": 2},
-    "stage 2, no bucket": {"zero": 2, "checkpointing": "full", "stack": "deepspeed:contiguous_gradients=False"},
-    "stage 2, summed in fp32": {"zero": 2, "stack": f"deepspeed:{BUCKETS},grad_accum_dtype=fp32", "seq_len": 128},
-    "stage 1, summed in fp32": {"zero": 1, "stack": "deepspeed:grad_accum_dtype=fp32", "seq_len": 128},
-    "stage 1, summed at once": {
-        "zero": 1, "stack": "deepspeed:grad_accum_dtype=fp32,immediate_grad_update=True", "seq_len": 128,
-    },
-    "stage 3, summed in fp32": {"zero": 3, "stack": f"deepspeed:{BUCKETS},grad_accum_dtype=fp32"},
-    "stage 1, offloaded": {"zero": 1, "offload": "optimizer", "stack": f"deepspeed:{BUCKETS}"},
-    "stage 2, offloaded": {"zero": 2, "offload": "optimizer", "dp": 1, "stack": f"deepspeed:{BUCKETS}"},
-    "stage 3, all offloaded": {"zero": 3, "offload": "optimizer+parameters"},
-    "stage 3, one GPU": {"zero": 3, "dp": 1, "checkpointing": "full"},
-    "stage 3, one GPU, offloaded": {"zero": 3, "dp": 1, "offload": "optimizer"},
-    "stage 3, one GPU, all offloaded": {"zero": 3, "dp": 1, "offload": "optimizer+parameters"},
-    "stage 2, one GPU": {"zero": 2, "dp": 1},
-    "fp16, lion": {"zero": 2, "precision": "mixed-fp16", "optimizer": "lion"},
-    "torch's AdamW": {"zero": 2, "stack": f"deepspeed:{BUCKETS},torch_adam=True", "seq_len": 128},
-}  # fmt: skip
-BROAD = {**SMALL, "hidden_size": 1024, "intermediate_size": 3072, "num_key_value_heads": 8, "num_hidden_layers": 2}
-TIED_BROAD = {**BROAD, "tie_word_embeddings": True}
-SMALL_BUCKET = f"deepspeed:{BUCKETS}"
-FEW_LIVE = ",stage3_max_live_parameters=8000000,stage3_max_reuse_distance=8000000"
-ZERO_3 = {
-    "the head's own weight": (TIED_BROAD, {"stack": f"deepspeed:{FEW_LIVE[1:]}", "seq_len": 1024}),
-    "a recomputed block's weights": (
-        {**BROAD, "num_hidden_layers": 4}, {"stack": SMALL_BUCKET + FEW_LIVE, "checkpointing": "full"}
-    ),
-    "gradients on their way to the host": (BROAD, {"offload": "optimizer", "dp": 2}),
-    "gradients on their way to the host, one GPU": (TIED_BROAD, {"offload": "optimizer", "dp": 1}),
-    "the embedding's weight": (TIED_BROAD, {"stack": SMALL_BUCKET + FEW_LIVE, "seq_len": 256}),
-    "no whole model, as it is made": (
-        {**BROAD, "num_hidden_layers": 8}, {"stack": SMALL_BUCKET + FEW_LIVE, "dp": 64, "checkpointing": "full"}
-    ),
-}  # fmt: skip
 OFFLOADED = "torchtune:enable_activation_offloading=True"
 KEEPING = "torchtune:enable_activation_checkpointing=False"
 WET = lab.LoRA(rank=8, targets=MLP.targets, dropout=0.1)
@@ -298,7 +255,7 @@ class Case(NamedTuple):
 
 
 H100, TITAN, TUNE = "H100-80GB", {"stack": "torchtitan", "seq_len": 4096}, {"stack": "torchtune", "seq_len": 4096}
-RANKS, TWO = {"stack": "deepspeed", "dp": 8, "seq_len": 1024}, {"micro_batch": 2}
+TWO = {"micro_batch": 2}
 EIGHT_LAYERS = {**SMALL, "num_hidden_layers": 8}  # over four stages: 2, 3, 2, 1
 CASES = {
     **{f"torchtitan, {kind}, {name}": Case(model, {**TITAN, **given}, H100)
@@ -344,20 +301,6 @@ CASES = {
         {**THIN, "vocab_size": 32_000, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
          "num_hidden_layers": 3},
         {"dp": 2, "accumulation": 2, **TWO, "seq_len": 512, "lora": QKV, "stack": "litgpt"},
-    ),
-    # Every second setting with a tied head.
-    **{f"deepspeed, {name}": Case({**(SMALL, TIED)[number % 2], "num_hidden_layers": 2}, {**RANKS, **given})
-       for number, (name, given) in enumerate(DEEPSPEED.items())},
-    # Of few words, because otherwise the logits are the largest part.
-    **{f"deepspeed, gathered or sent to the host, {name}": Case(
-        model, {**RANKS, "zero": 3, "seq_len": 128, "stack": SMALL_BUCKET, **given}
-    ) for name, (model, given) in ZERO_3.items()},
-    "deepspeed, an embedding larger than a bucket is copied beside all gradients": Case(
-        SMALL, {**RANKS, "seq_len": 128, "zero": 1, "stack": "deepspeed:reduce_bucket_size=10000000"}, H100
-    ),
-    "deepspeed, a tied embedding larger than a bucket: only its sum is left": Case(
-        TIED, {"dp": 2, "seq_len": 128, "zero": 2, "offload": "optimizer",
-               "stack": "deepspeed:reduce_bucket_size=10000000"}, H100
     ),
 }  # fmt: skip
 
@@ -511,26 +454,6 @@ def test_fabric_says_nothing_as_it_is_simulated(capfd, recwarn):
     lab.simulate(SMALL, lab.Training(dp=8, seq_len=512, stack="litgpt"), "A100-80GB")
     assert capfd.readouterr() == ("", "")
     assert not [warning for warning in recwarn if "lightning" in warning.filename]
-
-
-@needs("deepspeed")
-@pytest.mark.parametrize("stage", [1, 2])
-def test_deepspeeds_norm_is_taken_in_double_precision(stage):
-    """The most of the update, 8 bytes for each element of the embedding; with 4 it would be 4 % less."""
-    model = {**SMALL, "intermediate_size": 1024, "num_hidden_layers": 2}
-    run = lab.Training(dp=8, seq_len=128, zero=stage, stack="deepspeed")
-    estimate, simulation = (verb(model, run, H100).phases for verb in (lab.estimate, lab.simulate))
-    assert estimate["optimizer"] == pytest.approx(simulation["optimizer"], rel=0.02)
-
-
-@needs("deepspeed")
-def test_deepspeeds_weights_pile_up_before_the_loss():
-    forward = {}
-    for live in (20_000_000, 200_000_000):
-        stack = lab.DeepSpeed(stage3_max_live_parameters=live, stage3_max_reuse_distance=live)
-        run = lab.Training(dp=8, zero=3, seq_len=1024, stack=stack)
-        forward[live] = lab.simulate(SMALL, run, "A100-80GB").phases["forward"]
-    assert forward[200_000_000] - forward[20_000_000] > 0.3 * 2 * lab.model(SMALL).parameters
 
 
 @needs("torchtitan")

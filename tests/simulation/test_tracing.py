@@ -167,30 +167,6 @@ def test_a_peak_is_explained_by_the_tensors_that_are_alive():
     assert "model.layers.*.mlp" in str(peak)
 
 
-def test_sizes_that_are_multiples_of_one_another_are_told_apart_by_the_bytes_of_an_element():
-    """With an MLP 4 times as wide as the model, 4 · h · f bytes of fp32 weights are also 1 · f · f."""
-    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
-              "max_position_embeddings": 2048}  # fmt: skip
-    peak = lab.explain(config, lab.Training(micro_batch=2, seq_len=1024), "T4")
-    formulas = {term.formula for term in peak.terms if term.part == "weights" and ".mlp" in term.module}
-    assert formulas == {"4 · hidden · intermediate"}
-
-
-@pytest.mark.parametrize(("sequences", "precision"), [(4, "autocast-fp16"), (2, "fp32"), (1, "fp32")])
-def test_as_many_tokens_as_positions_are_still_named_in_the_formulas(sequences, precision):
-    """GPT-2 has 1,024 learned positions, so no longer text shows which factor of 1,024 is S. Four tensors of logits."""
-    run = lab.Training(sequences, 1024, precision=precision)
-    config = {**lab.model("gpt2").config, "n_layer": 3}
-    terms = lab.explain(config, run, "T4").terms
-    batch = " · B" if sequences > 1 else ""
-    logits = {term.formula for term in terms if term.part == "logits"}
-    assert logits == {f"{size} · vocab · S{batch}" for size in ((2, 4) if "autocast" in precision else (4,))}
-    matmuls = [term.formula for term in terms if term.operator == "addmm" and term.part == "activations"]
-    assert matmuls and all(formula.endswith(f" · S{batch}") for formula in matmuls)
-    assert "4 · hidden · intermediate" in {term.formula for term in terms if term.part == "optimizer"}
-
-
 def test_what_has_no_formula_is_said():
     with pytest.raises(lab.NotAvailable, match="pp"):
         lab.explain(OLMO, lab.Training(pp=2, precision="bf16"), "A100-80GB")

@@ -1,7 +1,5 @@
 """What a simulated GPU cannot run is refused by name, with the line that asked for it and the way round."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +8,7 @@ import torch
 
 from llmlab.base.errors import NotAvailable
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def choose() -> Any:

@@ -1,7 +1,5 @@
 """Hugging Face, accelerate, peft and bitsandbytes inside `lab.simulator`, as their documentation uses them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings
@@ -12,8 +10,7 @@ from torch import nn
 
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 transformers = pytest.importorskip("transformers")
 D, FF, VOCAB, LAYERS = 64, 128, 256, 2

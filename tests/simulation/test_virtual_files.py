@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_a_checkpoint_is_renamed_copied_found_and_removed_where_it_is_kept(card, tmp_path):

@@ -12,8 +12,7 @@ from llmlab.simulation.compiled import inductor
 from llmlab.simulation.report import simulated
 from llmlab.simulation.simulator import EAGER_TOO_LARGE
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 MiB = 2**20
 MODEL = {

@@ -6,8 +6,6 @@ the GPU, one on the CPU for one on the host.
     M  rows    N  columns    B  batch    H  heads    T  positions    D  head size
 """
 
-from __future__ import annotations
-
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -33,8 +31,7 @@ from llmlab.simulation.workspaces.registry import (
     workspace,
 )
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 aten = torch.ops.aten
 A100 = find_gpu("A100-40GB")

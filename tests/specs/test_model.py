@@ -200,3 +200,9 @@ def test_one_line_says_what_the_model_is():
     )
     assert "8 experts × 14336, 2 per token (12.9B active)" in str(model("Mixtral-8x7B"))
     assert all("\n" not in str(model(name)) for name in models())
+
+
+@pytest.mark.parametrize(("typed", "download"), [("nobody/such-a", "nobody/such-a"), ("no such model", "OWNER/NAME")])
+def test_a_repository_that_is_not_known_can_be_downloaded_by_its_name(typed, download):
+    with pytest.raises(UnknownName, match=f"llmlab models --download {download}`"):
+        model(typed)

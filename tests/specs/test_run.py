@@ -136,3 +136,9 @@ def test_fields_that_cannot_be_are_refused(fields):
 def test_an_image_one_pixel_high_survives_json():
     run = lab.Training(images=1, pixels=(1, 1280))
     assert lab.Training(**json.loads(json.dumps(run.to_dict()))) == run
+
+
+@pytest.mark.parametrize("share", [0, 1, 1.5, -0.1, "0.5"])
+def test_an_engine_has_a_share_of_the_gpus_memory(share):
+    with pytest.raises(lab.SpecError, match="0 < share < 1"):
+        lab.Training(method="grpo", completion_len=8, generations=1, gpu_memory_utilization=share)

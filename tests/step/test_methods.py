@@ -11,8 +11,7 @@ from click.testing import CliRunner
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
-from llmlab.serving.rollout import completion_lengths
-from llmlab.step.methods import _distillation
+from llmlab.step.methods import _distillation, loss_of
 from llmlab.step.step import build_step, texts, training_step
 
 TINY = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
@@ -88,49 +87,6 @@ def test_a_policy_that_is_its_reference_has_the_losses_of_a_coin_toss(monkeypatc
     assert losses(monkeypatch, grpo) == pytest.approx([-1.0])  # the advantage, and no divergence
 
 
-def test_the_phases_of_grpo_are_not_summed_and_the_engine_has_its_share():
-    run = run_of("grpo", **GENERATED, lora=lab.LoRA())
-    small, large = (lab.estimate(TINY, replace(run, gpu_memory_utilization=share), GPU) for share in (0.2, 0.8))
-    assert large.phases["generate"] - small.phases["generate"] == pytest.approx(0.6 * lab.gpu(GPU).memory, rel=1e-6)
-    assert large.phases["backward"] == small.phases["backward"] and small.outcome == large.outcome == "fits"
-    assert large.step_seconds == pytest.approx(sum(large.time.values()))
-    update = {name: seconds for name, seconds in large.time.items() if name != "generation"}
-    assert update == {name: seconds for name, seconds in small.time.items() if name != "generation"}
-
-
-def generated(**fields):
-    run = lab.Training(method="grpo", precision="bf16", checkpointing="full", seq_len=2048, completion_len=1024,
-                       micro_batch=2, accumulation=32, lora=lab.LoRA(), **fields)  # fmt: skip
-    return lab.estimate("meta-llama/Llama-3.1-8B", run, "H100-80GB")
-
-
-def test_generation_lasts_until_the_longest_completion():
-    equal, half = (generated(gpu_memory_utilization=0.6, mean_completion_len=mean) for mean in (1024, 512))
-    assert equal.time == generated(gpu_memory_utilization=0.6).time
-    assert half.peak_allocated == equal.peak_allocated  # TRL pads
-    # All are generated together, so fewer tokens do not shorten it in proportion.
-    assert 0.7 * equal.time["generation"] < half.time["generation"] < 0.95 * equal.time["generation"]
-    # With a small cache, others take the place of those that are finished.
-    equal, half = (generated(mean_completion_len=mean).time["generation"] for mean in (1024, 512))
-    assert half == pytest.approx(equal / 2, rel=0.15)
-
-
-@pytest.mark.parametrize("mean", [1, 200, 900, 1024])
-def test_completions_have_the_mean_that_was_given(mean):
-    lengths = completion_lengths(2000, mean, 1024)
-    assert sum(lengths) / 2000 == pytest.approx(mean, rel=0.01)
-    if 1 < mean < 1024:  # each token ends one with the same probability, until the limit
-        over = [sum(length > tokens for length in lengths) for tokens in (0, 300, 600)]
-        assert over[1] / over[0] == pytest.approx(over[2] / over[1], rel=0.03)
-
-
-def test_an_engine_whose_share_holds_no_sequence_is_out_of_memory():
-    run = lab.Training(method="grpo", precision="bf16", seq_len=2048, completion_len=1024, micro_batch=8,
-                       gpu_memory_utilization=0.2, lora=lab.LoRA())  # fmt: skip
-    report = lab.estimate("meta-llama/Llama-3.1-8B", run, "H100-80GB")  # its weights alone are 15 of 16 GiB
-    assert report.outcome == "out of memory" and "gpu_memory_utilization" in report.where
-
-
 @pytest.mark.parametrize("fields", [
     {"method": "orpo", "reference": "kept"}, {"method": "dpo", "reference": "adapter"}, {"method": "dpo", "tp": 2},
     {"method": "grpo"}, {"method": "grpo", "completion_len": 1024, "seq_len": 1024}, {"teacher": "gpt2"},
@@ -164,3 +120,54 @@ def test_distillation_is_the_divergence_to_the_teacher_at_each_token_but_the_las
     loss, _ = _distillation(run_of("distill"), models, torch.zeros(2, 5, dtype=torch.long))
     student, teacher = (logits[name][:, :-1].reshape(8, 7).log_softmax(-1) for name in ("trained", "teacher"))
     assert loss.item() == pytest.approx((teacher.exp() * (teacher - student)).sum(-1).mean().item())
+
+
+# Two chosen and two rejected sequences, and the sums of their log-probabilities.
+PAIRS = torch.arange(4).unsqueeze(1)
+
+
+def scored(*sums):
+    return lambda input_ids, **_: torch.tensor(sums)[input_ids[:, 0]].unsqueeze(1)
+
+
+@pytest.mark.parametrize(("method", "expected"), [
+    ("dpo", lambda s: -(math.log(s(0.1 * (1 - 2))) + math.log(s(0.1 * (0 - 1)))) / 2),
+    ("kto", lambda s: 1 - (s(-0.1 * (1 - 1)) + s(0.1 * (0 - 1)) + s(-0.1 * (2 - 1)) + s(0.1 * (1 - 1))) / 4),
+])  # fmt: skip
+def test_losses_of_preferences_are_those_of_their_papers(method, expected):
+    """arXiv 2305.18290, equation 7, and 2402.01306, equation 8: log-ratios of 1, 0, 2 and 1, whose mean is 1."""
+    models = {"trained": scored(-1.0, -2.0, -1.0, -2.0), "reference": scored(-2.0, -2.0, -3.0, -3.0)}
+    loss, _ = loss_of(run_of(method), models, PAIRS)
+    assert loss.item() == pytest.approx(expected(lambda x: 1 / (1 + math.exp(-x))))
+
+
+def test_a_reward_models_loss_is_bradley_terrys():
+    logits = torch.tensor([[2.0], [1.0], [-1.0], [1.0]])
+    loss, _ = loss_of(run_of("reward"), {"trained": lambda **_: SimpleNamespace(logits=logits)}, PAIRS)
+    assert loss.item() == pytest.approx((math.log1p(math.exp(-3)) + math.log(2)) / 2)
+
+
+def test_odds_ratios_are_of_mean_log_probabilities():
+    """ORPO: the likelihood of the chosen and -0.1 log sigmoid of log odds; with equal logits each token has 1 / V."""
+    models = {"trained": lambda input_ids, **_: SimpleNamespace(logits=torch.zeros(*input_ids.shape, 10))}
+    loss, logits = loss_of(run_of("orpo"), models, torch.zeros(4, 6, dtype=torch.long))
+    assert loss.item() == pytest.approx(math.log(10) + 0.1 * math.log(2)) and logits.shape == (4, 6, 10)
+    likely = torch.zeros(4, 6, 2)
+    likely[:2, :, 0], likely[2:, :, 1] = math.log(3), math.log(3)  # the chosen have 3/4, the rejected 1/4
+    loss, _ = loss_of(run_of("orpo"), {"trained": lambda **_: SimpleNamespace(logits=likely)},
+                      torch.zeros(4, 6, dtype=torch.long))  # fmt: skip
+    assert loss.item() == pytest.approx(math.log(4 / 3) + 0.1 * math.log1p(1 / 9))  # odds of 3 over 1/3
+
+
+@pytest.mark.parametrize(("ratio", "clipped"), [(1.5, 1.2), (1.1, 1.1), (0.5, 0.5)])
+def test_ppo_clips_a_policy_that_has_moved_up_and_adds_a_tenth_of_the_values_error(ratio, clipped):
+    """arXiv 1707.06347, equation 7, for advantages of 1."""
+    answers = iter([torch.zeros(2, 4), torch.full((2, 4), math.log(ratio))])
+    hidden = SimpleNamespace(last_hidden_state=torch.full((2, 4, 1), 3.0))
+    values = SimpleNamespace(base_model=lambda **_: hidden, score=lambda hidden: hidden)
+    models = {"trained": lambda **_: next(answers), "value": values, "reward": lambda **_: None}
+    run = run_of("ppo", **GENERATED, reference="precomputed")
+    away = math.log(ratio)  # the policy before it moved is the reference
+    penalty = math.exp(-away) + away - 1
+    loss, _ = loss_of(run, models, torch.zeros(2, 4, dtype=torch.long))
+    assert loss.item() == pytest.approx(-clipped + 0.1 * penalty + 0.1 * 9)

@@ -54,22 +54,6 @@ def test_lora_on_a_layer_that_is_not_there_names_those_that_are():
         build_model(lab.model("gpt2"), run, "cpu")
 
 
-def test_a_quantized_model_is_quantized_everywhere_but_in_its_head():
-    import bitsandbytes as bnb
-
-    spec = lab.model({**LLAMA, "tie_word_embeddings": False})
-    model = build_model(spec, lab.Inference(weights="nf4"), "cpu")
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert type(linears.pop("lm_head")) is nn.Linear
-    assert all(isinstance(module, bnb.nn.Linear4bit) for module in linears.values())
-    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-
-
-def test_a_quantized_models_tied_head_stays_tied():
-    model = build_model(lab.model(LLAMA), lab.Inference(weights="int8"), "cpu")
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-
-
 def test_a_missing_library_is_named_with_what_installs_it(monkeypatch):
     for module in ("llmlab.step.model", "llmlab.step.optimizer"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)

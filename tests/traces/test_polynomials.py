@@ -15,3 +15,10 @@ def test_a_polynomial_is_found_again_from_its_values(factors):
     values = tuple(value_of(polynomial, *point) for point in at)
     found = polynomial_through(values, at)
     assert found is not None and [value_of(found, *point) for point in at] == list(values)
+
+
+def test_what_no_three_monomials_explain_has_no_polynomial():
+    at = tuple((batch, 64) for batch in (1, 2, 3, 4))
+    assert polynomial_through((10, 20, 30, 40), at) == (Monomial(10.0, 1, 0),)
+    assert polynomial_through((15, 25, 35, 45), at) == (Monomial(5.0, 0, 0), Monomial(10.0, 1, 0))
+    assert polynomial_through((1, 3, 2, 9), at) is None

@@ -3,7 +3,7 @@
     host = micro-batches × (blocks × operators of a block + operators outside the blocks) × the time to launch one
 
 Operators are counted, not fitted: the simulator logs those of the stacks' own classes in models of two depths, and the
-difference is per block (tests/simulation/test_host_operators.py repeats the count). The time per operator depends on
+difference is per block (tests/formulas/test_host.py repeats the count). The time per operator depends on
 the host (hardware/efficiencies.toml). It covers Python, the dispatcher and the launch, and is shorter in the backward
 pass, where autograd's engine calls the operators.
 

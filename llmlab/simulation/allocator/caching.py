@@ -34,7 +34,7 @@ class Allocator:
     ) -> None:
         self.driver = Driver(capacity, capacity if total is None else total)
         self.statistics = self.driver.statistics
-        self.late_config: Callable[[], AllocatorConfig] | None = None  # called at the first request
+        self.late_config: Callable[[], AllocatorConfig] | None = None  # called once, by `settle`
         self._live: dict[int, Block] = {}  # blocks in use, by address
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # by stream: the large pool, the small pool
         self.configure(config or AllocatorConfig())
@@ -46,6 +46,12 @@ class Allocator:
         self.statistics.max_split_size = -1 if config.max_split_size is None else config.max_split_size
         self._expandable = config.expandable_segments
         self.set_memory_fraction(config.per_process_memory_fraction)
+
+    def settle(self) -> None:
+        """Apply the settings of the environment, which torch reads when the GPU is first used."""
+        if self.late_config is not None:
+            config, self.late_config = self.late_config(), None
+            self.configure(config)
 
     # ---- the interface: bytes in, addresses out
 
@@ -228,8 +234,7 @@ class Allocator:
         return block
 
     def _open_stream(self, stream: int) -> tuple[Pool, Pool]:
-        if self.late_config is not None and not self._pools:
-            self.configure(self.late_config())
+        self.settle()
         all_stats = self.statistics.all
         large = Pool(False, stream, self.config.large_segment_size, (all_stats, self.statistics.large_pool))
         small = Pool(True, stream, SMALL_SEGMENT, (all_stats, self.statistics.small_pool))

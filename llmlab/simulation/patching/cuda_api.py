@@ -269,6 +269,7 @@ def _memory(gpu: SimulatedGPU) -> dict[str, Any]:
 
     def set_fraction(fraction: float, device: Any = None) -> None:
         check_index(device)
+        memory.settle()  # else the first request would set the fraction of the environment
         memory.set_memory_fraction(fraction)
         fractions.append(fraction)
 

@@ -1,12 +1,6 @@
-"""What CUDA's reductions, products and sorts take besides their outputs, each figure derived from its source here.
-
-M  rows    N  columns
-"""
-
-from __future__ import annotations
+"""Operators as CUDA's kernels allocate."""
 
 from collections.abc import Callable
-from math import ceil
 from typing import Any
 
 import pytest
@@ -15,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import llmlab as lab
+from llmlab.simulation.allocator.caching import Allocator
+from llmlab.simulation.devices import GPU_DEVICE
+from llmlab.simulation.engine.engine import Engine
+from llmlab.simulation.patching.patches import tensors_on_gpu
 from llmlab.simulation.simulator import simulator
 
-if torch.cuda.is_available():
-    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture
@@ -44,21 +41,6 @@ def peak(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def block(size: int) -> int:
-    return ceil(size / 512) * 512
-
-
-# ---- reductions
-
-
-def test_values_are_followed_through_reductions(card):
-    mask = torch.ones(4, 8, dtype=torch.bool, device="cuda")
-    assert bool(mask.all()) and mask.sum().item() == 32 and torch.arange(5, device="cuda").max().item() == 4
-
-
-# ---- products
-
-
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(card, contiguous):
     """native/Linear.cpp: addmm, or matmul, whose input is copied, and add_."""
@@ -67,15 +49,6 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(card, contig
     x = made(64, 32, 256) if contiguous else made(32, 64, 256).transpose(0, 1)
     out, copied = 64 * 32 * 512 * 4, 64 * 32 * 256 * 4
     assert peak(lambda: layer(x)) == (out if contiguous else out + copied)
-
-
-# ---- sorts, indices, draws
-
-
-# ---- between host and GPU
-
-
-# ---- operators that are composed of others
 
 
 def test_the_cpu_composes_safe_softmax_of_the_same_parts():
@@ -88,7 +61,19 @@ def test_the_cpu_composes_safe_softmax_of_the_same_parts():
     assert 5 * n + 64 <= meter.peak_allocated <= 5 * n + 64 + 64
 
 
-# ---- norms, libraries
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_says_that_on_the_card_it_is_a_kernel_of_cudnn(card, layer):
+    layer(16, 32, 2).cuda()(made(4, 2, 16))[0].sum().backward()
+    (note,) = card.notes
+    assert note.code == "library-workspace" and "cuDNN" in note and f"torch.{layer.__name__.lower()}" in note
+
+
+def test_rms_norm_of_two_dtypes_is_not_fused(card):
+    """native/layer_norm.cpp, rms_norm_symint: only where weight and input have one dtype."""
+    x, weight = made(64, 256, dtype=torch.bfloat16, grad=True), made(256, grad=True)
+    before = torch.cuda.memory_allocated()
+    _out = F.rms_norm(x, (256,), weight)
+    assert torch.cuda.memory_allocated() - before > 4 * 64 * 256 + 512
 
 
 @pytest.mark.parametrize("function", [F.silu, F.mish])
@@ -98,8 +83,10 @@ def test_a_backward_that_is_also_written_in_other_operators_is_the_one_kernel_th
     assert peak(lambda: torch.autograd.grad(y, x, grad)) == 4 * x.numel()
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_layer_says_that_on_the_card_it_is_a_kernel_of_cudnn(card, layer):
-    layer(16, 32, 2).cuda()(made(4, 2, 16))[0].sum().backward()
-    (note,) = card.notes
-    assert note.code == "library-workspace" and "cuDNN" in note and f"torch.{layer.__name__.lower()}" in note
+def test_a_step_of_our_own_makes_tensors_of_data_on_the_gpu():
+    """For "cpu:0", the device of the simulated GPU, torch itself would make them on the host."""
+    engine = Engine(GPU_DEVICE, Allocator(), workspaces={})
+    with engine, tensors_on_gpu():
+        made, given = torch.tensor([1.0, 2.0], device=GPU_DEVICE), torch.tensor(3.0)
+        assert made.device == GPU_DEVICE and given.device.type == "cpu" and engine.memory.allocated == 512
+        assert torch.tensor([given, 4.0]).tolist() == [3.0, 4.0]

@@ -11,7 +11,7 @@ import llmlab as lab
 from benchmarks.time import efficiencies as derivation
 from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure, held_out, records
-from llmlab.formulas.time.efficiency import efficiencies, efficiency
+from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import moved
 from llmlab.formulas.time.host import update_host_seconds
 from llmlab.formulas.time.kernels import kernels
@@ -27,7 +27,7 @@ from llmlab.formulas.time.step import (
     step_seconds,
     update_seconds,
 )
-from llmlab.formulas.time.timing import PARTS, timing
+from llmlab.formulas.time.timing import timing
 
 
 def test_t4_steps_within_the_published_time():
@@ -44,79 +44,6 @@ def test_t4_steps_within_the_published_time():
 def test_published_training_throughput(row):
     report = lab.estimate(row.config, row.run, row.card)
     assert report.tokens_per_second / row.run.world_size == pytest.approx(row.tokens_per_second, rel=0.20)
-
-
-def test_rates_from_measured_kernels_are_what_the_kernels_give():
-    again, kept = derivation.derive_h100(), efficiency("H100")
-    assert again["matmul.bf16"] == pytest.approx(kept.matmul["bf16"], rel=0.005)
-    assert again["bandwidth"] == pytest.approx(kept.bandwidth, rel=0.005)
-    attention = efficiency("A100").attention["bf16"]
-    assert derivation.measured_attention("A100-80GB") == pytest.approx(attention, rel=0.005)
-
-
-@pytest.mark.parametrize("name", sorted(efficiencies()))
-def test_nothing_reaches_more_than_the_data_sheet(name):
-    card, rates = lab.gpu(name), efficiency(name)
-    assert rates.bandwidth < card.bandwidth
-    assert all(rate < card.peak(dtype) for dtype, rate in [*rates.matmul.items(), *rates.attention.items()])
-    assert rates.derived_from and rates.validated and rates.derived
-
-
-def test_every_cuda_card_has_a_time():
-    run = Training(seq_len=128, precision="fp16")
-    for card in lab.gpus():
-        fastest = "fp16" if card.peak("fp16") else "fp32"  # a GTX 1080 Ti has no units for half precision
-        for compiled in (False, True):
-            report = lab.estimate("gpt2", replace(run, compile=compiled, precision=fastest), card)
-            assert 0 < report.step_seconds_low < report.step_seconds < report.step_seconds_high
-            assert 0 < report.mfu < 1 and report.tokens_per_second == 128 / report.step_seconds
-            assert sum(report.time.values()) == pytest.approx(report.step_seconds)
-            assert set(report.time_sources) == set(report.time) <= set(PARTS)
-
-
-def test_no_units_no_time():
-    report = lab.estimate("gpt2", Training(seq_len=128, precision="bf16"), None)
-    assert report.step_seconds is report.tokens_per_second is report.mfu is None and report.flops
-    generation = Inference(prompt_len=64, new_tokens=8)
-    assert lab.estimate("gpt2", generation, "B200").step_seconds is None  # its rates come from records
-
-
-def test_the_further_a_rate_is_from_a_measurement_the_wider_is_the_interval():
-    run = Training(micro_batch=256, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
-    names = ("T4", "H100", "A100-40GB", "RTX-6000-Ada", "V100", "MI350X")  # fitted, measured, transferred, AMD
-    reports = {name: lab.estimate("gpt2", run, name) for name in names}
-    wide = {name: report.step_seconds_high / report.step_seconds_low for name, report in reports.items()}
-    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"], rel=0.01)
-    assert wide["T4"] < wide["H100"] < wide["A100-40GB"] < min(wide["V100"], wide["MI350X"])
-
-
-def test_the_interval_has_the_attention_of_an_older_torch_where_that_takes_another():
-    """torch takes cuDNN's first if it is newer than 9.15 (check_prefer_cudnn_attention), which 2.10's wheels for CUDA
-    12 do not bring; torchtitan asks for it."""
-    run = Training(seq_len=8192, precision="bf16")
-    ours, flash, ampere = (lab.estimate("Llama-3.1-8B", replace(run, attention=name), card)
-                           for name, card in (("sdpa", "H100"), ("flash", "H100"), ("sdpa", "A100")))  # fmt: skip
-    more = flash.step_seconds - ours.step_seconds
-    assert more > 0 and f"{more:.2g} s more" in ours.time_sources["attention"]
-    # Without it the interval is as wide for either kernel, as a factor.
-    width = flash.step_seconds_high / flash.step_seconds
-    assert ours.step_seconds_high - more == pytest.approx(width * ours.step_seconds, rel=0.01)
-    sharded = replace(run, dp=8, zero=3, precision="mixed-bf16", stack="torchtitan")
-    for other in (flash, ampere, lab.estimate("Llama-3.1-8B", sharded, "H100")):
-        assert "s more" not in other.time_sources["attention"]
-
-
-def test_what_was_not_measured_is_said_and_widens_the_interval():
-    run = Training(seq_len=1024, precision="bf16", compile=True)
-    long = lab.estimate("Llama-3.1-8B", replace(run, seq_len=32768), "H100")
-    gpt2 = {**lab.model("gpt2").config, "attn_pdrop": 0.0}  # with dropout, older releases run another kernel
-    known, single = (lab.estimate(gpt2, replace(run, micro_batch=16, precision=p), "H100") for p in ("bf16", "fp32"))
-    assert "70% of the data sheet, because fp32 was not measured" in single.time_sources["products"]
-    assert "beyond 16,384 tokens" in long.time_sources["attention"]
-    assert "beyond" not in known.time_sources["attention"]
-    width = {name: each.step_seconds / each.step_seconds_low for name, each in
-             (("known", known), ("long", long), ("single", single))}  # fmt: skip
-    assert 1.05 * width["known"] < width["long"] and 1.05 * width["long"] < width["single"]
 
 
 def test_a_compiler_fuses_what_lies_between_products_and_starts_no_kernel_late():
@@ -359,34 +286,6 @@ def test_sdpa_takes_cudnns_attention_first_where_torch_prefers_it(card, prefers)
         assert 1.35 < older / newest < 0.95 * slower < 1.8
     else:
         assert older / newest == pytest.approx(slower if prefers else 1)
-
-
-def test_a_step_that_waits_for_its_host_is_as_uncertain_as_the_host():
-    run = Training(seq_len=256, precision="mixed-bf16")
-    name = "Llama-3.2-1B"
-    waits, computes = (lab.estimate(name, replace(run, seq_len=n, micro_batch=n // 64), "H100") for n in (64, 1024))
-    assert "launches" in waits.time and "launches" not in computes.time
-    hosts = [efficiency(name).dispatch for name in ("T4", "A100")]
-    update = waits.time["optimizer"]  # which is the card's alone
-    slower = (waits.step_seconds_high - update) / (waits.step_seconds - update)
-    assert slower == pytest.approx(max(hosts) / min(hosts), rel=0.1)
-    own = kernels(lab.gpu("H100")).interval
-    assert computes.step_seconds_high / computes.step_seconds == pytest.approx(own, rel=0.01)
-
-
-def test_short_steps_on_one_gpu_may_wait_for_their_loop():
-    """Published loops of small models took some milliseconds longer than their kernels, which long steps hide. Several
-    GPUs have an engine, whose time is added."""
-    run = Training(seq_len=1024, precision="autocast-bf16", attention="flash", compile=True)
-    own = kernels(lab.gpu("H100")).interval
-
-    def widths(**changes):
-        report = lab.estimate("gpt2", replace(run, **changes), "H100")
-        return report.step_seconds_high / report.step_seconds, report.step_seconds / report.step_seconds_low
-
-    short, long = widths(micro_batch=8), widths(micro_batch=8, accumulation=64)
-    assert short[0] > 1.3 * own and long[0] == pytest.approx(own, rel=0.01)
-    assert short[1] == pytest.approx(own, rel=0.01)
 
 
 def test_megatrons_host_waits_for_gradients_before_it_updates():
