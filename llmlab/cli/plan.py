@@ -43,12 +43,14 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     @click.option("--within", type=float, metavar="DAYS", help="Maximum training time in days. This option requires "
                   "--tokens.")
     @click.option("--goal", default="fastest", show_default=True,
-                  help="Criterion of the search. fastest = least time; cheapest = lowest cost; smallest = least memory.")
+                  help="Criterion of the search. fastest = least time; cheapest = lowest cost; smallest = least "
+                  "memory.")
     @click.option("--stack", default="transformers", show_default=True,
                   help=f"Library that trains the model. One of {', '.join((TRANSFORMERS, *STACKS))}. A colon separates "
                   "the library from its own options: torchtitan:ac=full. If the library or its option is unknown, the "
                   "error message lists the valid ones.")
-    @click.option("--write", "folder", metavar="DIR", help="Write the launch files of the best configuration to the folder DIR.")
+    @click.option("--write", "folder", metavar="DIR",
+                  help="Write the launch files of the best configuration to the folder DIR.")
     @click.option("--force", is_flag=True, help="Allow --write to replace existing files.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
     def plan(
@@ -87,8 +89,9 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
-        epilog="Exit codes: 0 = the run fits without a change or with one of the changes, or the message or snapshot was "
-        "explained; 1 = the run does not fit with any single change; 2 = llmlab cannot tell, or the input is invalid."
+        epilog="Exit codes: 0 = the run fits without a change or with one of the changes, or the message or snapshot "
+        "was explained; 1 = the run does not fit with any single change; 2 = llmlab cannot tell, or the input is "
+        "invalid."
     )
     @click.pass_context
     @click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")
