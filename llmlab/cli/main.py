@@ -121,9 +121,8 @@ def _answer(report: Report, as_json: bool) -> int:
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts. Default: the vendor's power limit.")  # fmt: skip
 @click.option("--vs", metavar="OPTIONS",
-              help="Show a second run next to the first. OPTIONS, in quotes, are the options in which the second run "
-              "differs, for example --vs '--zero 3 --checkpointing full'. The exit code describes the first "
-              "run.")  # fmt: skip
+              help="Show a second run next to the first. OPTIONS are the options that differ, in quotes. An example is "
+              "--vs '--zero 3 --checkpointing full'. The exit code describes the first run.")  # fmt: skip
 @click.option("--lengths", metavar="FILE", help="FILE contains the lengths of the training sequences in tokens, one "
               "per line or as a JSON list. Each batch is padded to its longest sequence. --lengths replaces "
               "--seq-len.")  # fmt: skip
