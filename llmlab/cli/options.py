@@ -33,7 +33,7 @@ USUAL = {
     "lora_autocast_adapter_dtype": "on, unless the --stack trains adapters in 16 bits",
 }
 MODEL = ("MODEL is a name that `llmlab models` lists, the OWNER/NAME of a model in the local Hugging Face cache, or "
-         "the path of a config.json or of its folder.")  # fmt: skip
+         "the path of a config.json file (or of its folder).")  # fmt: skip
 EXIT_CODES = ("Exit codes: 0 = the run fits; 1 = the run does not fit; 2 = llmlab cannot tell, or the input is "
               "invalid.")  # fmt: skip
 

@@ -28,7 +28,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     @click.argument("model")
     @click.option("--gpus", "--gpu", "gpus", required=True, metavar="GPUS",
                   help="Your GPUs, for example T4, 8xH100-80GB, or 2x8xA100-80GB (2 nodes with 8 GPUs each).")
-    @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, over all GPUs.")
+    @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, summed over all GPUs.")
     @click.option("--method", default="full", show_default=True, help="Weights to train. full = all weights; "
                   "lora = LoRA adapters; qlora = LoRA adapters on nf4 weights.")
     @click.option("--allow", multiple=True, metavar="NAME",
@@ -70,7 +70,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         more GPUs than --gpus.
 
         MODEL is a name that `llmlab models` lists, the OWNER/NAME of a model in the local Hugging Face cache, or the
-        path of a config.json or of its folder.
+        path of a config.json file (or of its folder).
         """
         if force and folder is None:
             raise SpecError("--force replaces the files of --write; give --write DIR as well")
@@ -104,7 +104,7 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
 
         With MODEL, the command lists changes that save memory. Changes that cost no time come first. The other changes
         are sorted by their added time per saved GiB. MODEL is a name that `llmlab models` lists, the OWNER/NAME of a
-        model in the local Hugging Face cache, or the path of a config.json or of its folder.
+        model in the local Hugging Face cache, or the path of a config.json file (or of its folder).
 
         With SNAPSHOT, the command prints the peak memory by part and by module, the fragmentation, and the memory that
         grew between steps. SNAPSHOT is a file that torch.cuda.memory._dump_snapshot wrote. If you give two snapshots,

@@ -22,7 +22,8 @@ HELP = {
     "schedule": "Pipeline schedule.",
     "virtual_stages": "Virtual stages on each pipeline-parallel rank. Numbers above 1 select interleaved 1F1B.",
     "cp": "Number of context-parallel ranks.",
-    "ep": "Number of expert-parallel ranks. They are part of the --dp ranks, so this number must be a divisor of --dp.",
+    "ep": "Number of expert-parallel ranks. These ranks are part of the --dp ranks, so their number must be a "
+    "divisor of --dp.",
     "expert_imbalance": "Tokens of the busiest expert-parallel rank, divided by the mean of all ranks. The minimum is "
     "1 (all ranks have equally many tokens), and the maximum is the value of --ep.",
     "dp_replicate": "Number of copies of the sharded model (HSDP). This number must be a divisor of --dp.",
@@ -48,7 +49,7 @@ HELP = {
     "method": "Training method. --micro-batch counts sequences for most methods. For dpo, orpo and reward, "
     "--micro-batch counts pairs of sequences. For ppo and grpo, --micro-batch counts completions.",
     "reference": "Source of the reference model's log-probabilities in dpo, kto, ppo and grpo. kept = a second model "
-    "in GPU memory; offloaded = a second model in host memory, which is on the GPU only during its forward pass; "
+    "in GPU memory; offloaded = a second model that is in host memory except during its forward pass; "
     "precomputed = log-probabilities that were computed before training; adapter = the trained model with its adapters "
     "switched off; none = the default.",
     "teacher": "Teacher model for the method distill: a name or a path, as for MODEL. Default: a model as large as "
