@@ -4,7 +4,7 @@ HELP = {
     "micro_batch": "Sequences per forward pass on each GPU.",
     "seq_len": "Tokens per sequence.",
     "precision": "Dtypes of the weights and of the arithmetic. autocast-* = weights in fp32, matmuls in 16 bits; "
-    "mixed-* = weights in 16 bits, with an fp32 copy in the optimizer; fp32, fp16, bf16 = this dtype for everything.",
+    "mixed-* = weights in 16 bits, with an fp32 copy in the optimizer; fp32, fp16, bf16 = this dtype for both.",
     "optimizer": "Optimizer.",
     "checkpointing": "Activations that are recomputed in the backward pass.",
     "attention": "Attention kernel.",
@@ -29,8 +29,8 @@ HELP = {
     "dp_replicate": "Number of copies of the sharded model (HSDP). This number must be a divisor of --dp.",
     "sync_each_batch": "Let FSDP reduce gradients after each micro-batch. With --no-sync-each-batch, FSDP reduces them "
     "only after the last micro-batch.",
-    "reduce_dtype": "Dtype in which FSDP reduces gradients. A 16-bit dtype requires --zero 2 or 3, and must be the "
-    "16-bit dtype of --precision.",
+    "reduce_dtype": "Dtype in which FSDP reduces gradients. fp16 and bf16 require --zero 2 or 3. bf16 also requires "
+    "--precision bf16 or mixed-bf16, and fp16 requires --precision fp16 or mixed-fp16.",
     "sequence_parallel": "Shard the activations of norms and dropout over the --tp ranks.",
     "loss_parallel": "Compute the loss on logits that are sharded over the --tp ranks. With --no-loss-parallel, each "
     "rank gathers all logits first.",
