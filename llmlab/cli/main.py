@@ -116,21 +116,22 @@ def _answer(report: Report, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu. Without --gpu, the command "
-      "prints the memory needed, but cannot say whether the run fits, so the exit code is 2.")  # fmt: skip
+@_gpu(help="A GPU that `llmlab gpus` lists, a memory size such as 48GB, or cpu. Without --gpu, the command prints the "
+      "memory that the run needs. Whether the run fits is then unknown, so the exit code is 2.")  # fmt: skip
 @click.option("--power", type=float, metavar="W",
-              help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
+              help="Power limit of the GPU in watts. Default: the vendor's power limit.")  # fmt: skip
 @click.option("--vs", metavar="OPTIONS",
-              help="Show a second run next to this one, with the same options except those given here in quotes, for "
-              "example --vs '--zero 3 --checkpointing full'. The exit code is that of the first run.")  # fmt: skip
-@click.option("--lengths", metavar="FILE", help="Lengths of the training sequences in tokens, one per line or as a "
-              "JSON list, instead of --seq-len. Batches are padded to their longest sequence.")  # fmt: skip
+              help="Show a second run next to the first. OPTIONS are the options that differ, in quotes. An example is "
+              "--vs '--zero 3 --checkpointing full'. The exit code describes the first run.")  # fmt: skip
+@click.option("--lengths", metavar="FILE", help="FILE contains the lengths of the training sequences in tokens, one "
+              "per line or as a JSON list. Each batch is padded to its longest sequence. --lengths replaces "
+              "--seq-len.")  # fmt: skip
 @cluster_options
 @_json
 def estimate(context: click.Context, vs: str | None, lengths: str | None, as_json: bool, **_: Any) -> int:
-    """Estimate memory and time of a run with closed formulas.
+    """Estimate the memory and time of a training step or of text generation.
 
-    This takes about a second.
+    The command evaluates formulas, so it takes about a second.
     """
     if lengths is not None:
         if vs is not None:
@@ -170,12 +171,13 @@ def _of_lengths(context: click.Context, file: str, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu.")
+@_gpu(required=True, help="A GPU that `llmlab gpus` lists, a memory size such as 48GB, or cpu.")
 @_json
 def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
-    """Simulate a run without a GPU.
+    """Simulate a training step or text generation without a GPU.
 
-    The real PyTorch code runs on fake tensors, and a model of the CUDA allocator counts their memory.
+    The model's PyTorch code runs on fake tensors, which have shapes and dtypes but no data. A model of PyTorch's CUDA
+    allocator computes the memory that these tensors would need on the GPU.
     """
     return _answer(verbs.simulate(model, run_from(context), gpu), as_json)
 

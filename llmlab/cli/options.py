@@ -25,16 +25,17 @@ from ..specs.run import Inference, LoRA, Run, Training
 GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
 # The help's words for defaults that depend on the device or on other options.
 USUAL = {
-    "precision": "autocast-bf16, or bf16 if --lora is given without --quantization. On a GPU without bf16, such as "
-    "a T4, the default uses fp16 instead; on a CPU it is fp32. --stack and --from can change the default",
-    "weights": "bf16; on a GPU without bf16, such as a T4: fp16",
-    "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a GPU without bf16",
-    "reference": "adapter with --lora, otherwise kept; with grpo, none",
+    "precision": "bf16 if --lora is given without --quantization, otherwise autocast-bf16. A GPU without bf16, such "
+    "as a T4, uses fp16 instead of bf16. A CPU uses fp32. --stack and --from can set other defaults",
+    "weights": "bf16, or fp16 on a GPU without bf16, such as a T4",
+    "kv": "the dtype of --weights. With int8 or nf4 weights, the default is bf16, or fp16 on a GPU without bf16",
+    "reference": "adapter with --lora, kept without --lora, but no reference model with grpo",
     "lora_autocast_adapter_dtype": "on, unless the --stack trains adapters in 16 bits",
 }
-MODEL = ("MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a "
-         "config.json or of its folder.")  # fmt: skip
-EXIT_CODES = "Exit codes: 0 = the run fits; 1 = it does not fit; 2 = llmlab cannot tell, or the input is invalid."
+MODEL = ("MODEL is a name that `llmlab models` lists, the OWNER/NAME of a model in the local Hugging Face cache, or "
+         "the path of a config.json file (or of its folder).")  # fmt: skip
+EXIT_CODES = ("Exit codes: 0 = the run fits; 1 = the run does not fit; 2 = llmlab cannot tell, or the input is "
+              "invalid.")  # fmt: skip
 
 def spec_options() -> list[click.Option]:
     """Return the options of every field of Training, LoRA and Inference, each once."""
@@ -48,10 +49,11 @@ def spec_options() -> list[click.Option]:
                     words = f"Generation: {words[0].lower()}{words[1:]}"
                 options[name] = _option(name, hint, getattr(owner, field), words)
     implying = ", ".join(map(_flag, GENERATION))
-    words = f"Generation instead of a training step. Implied by {implying}."
+    words = f"Generate text instead of training. Each of these options implies --inference: {implying}."
     options["inference"] = click.Option(["--inference"], is_flag=True, help=words)
-    words = "Read the training run from a config file: DeepSpeed or TrainingArguments (.json), Accelerate (.yaml), "
-    options["config"] = click.Option(["--from", "config"], metavar="FILE", help=words + "torchtitan (.toml).")
+    words = "Read the options of a training run from a config file. .json = DeepSpeed or TrainingArguments; "
+    words += ".yaml = Accelerate; .toml = torchtitan."
+    options["config"] = click.Option(["--from", "config"], metavar="FILE", help=words)
     return list(options.values())
 
 
@@ -206,20 +208,21 @@ def _from_config(config: str, given: dict[str, Any]) -> Training:
 
 CLUSTER = (
     click.option("--network", metavar="NAME", help="Network between the nodes, such as InfiniBand-NDR, Ethernet-100 or "
-                 "EFA-400; an unknown name prints the list."),
-    click.option("--link", metavar="NAME", help="Link between the GPUs of a node, such as NVLink-4 or PCIe-4; an "
-                 "unknown name prints the list."),
+                 "EFA-400. If NAME is unknown, the error message lists the known networks."),
+    click.option("--link", metavar="NAME", help="Link between the GPUs of a node, such as NVLink-4 or PCIe-4. If "
+                 "NAME is unknown, the error message lists the known links."),
     click.option("--link-gb-s", type=float, metavar="RATE",
-                 help="Bus bandwidth (busbw) within a node in GB/s, as measured by nccl-tests."),
+                 help="Bandwidth within a node in GB/s. nccl-tests prints this bandwidth as busbw."),
     click.option("--network-gb-s", type=float, metavar="RATE",
-                 help="Bus bandwidth (busbw) across nodes in GB/s, as measured by nccl-tests' all_reduce_perf on all "
-                 "GPUs of several nodes."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; default: the size of the vendor's "
+                 help="Bandwidth between nodes in GB/s. all_reduce_perf of nccl-tests prints this bandwidth as busbw "
+                 "when it runs on all GPUs of several nodes."),
+    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node. Default: the number in the vendor's "
                  "server, usually 8."),
-    click.option("--adapters", type=int, metavar="N", help="Network interface cards (NICs) per node; default: one per "
-                 "GPU. Not LoRA adapters."),
+    click.option("--adapters", type=int, metavar="N", help="Network interface cards (NICs) per node. Default: one per "
+                 "GPU."),
     click.option("--no-nvls", is_flag=True, default=None,
-                 help="Compute all-reduces on the GPUs instead of in the NVLink switches (NCCL_NVLS_ENABLE=0)."),
+                 help="Disable NVLink SHARP (NCCL_NVLS_ENABLE=0). All-reduces are then computed on the GPUs, not in "
+                 "the NVLink switches."),
 )  # fmt: skip
 
 

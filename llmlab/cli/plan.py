@@ -22,31 +22,36 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
-        epilog="Exit codes: 0 = a configuration fits; 1 = none fits; 2 = llmlab cannot tell, or the input is invalid; "
-        "130 = interrupted before a configuration was found."
+        epilog="Exit codes: 0 = a configuration fits; 1 = no configuration fits; 2 = llmlab cannot tell, or the input "
+        "is invalid; 130 = the search was interrupted before it found a configuration."
     )
     @click.argument("model")
     @click.option("--gpus", "--gpu", "gpus", required=True, metavar="GPUS",
-                  help="Your GPUs, for example T4, 8xH100-80GB, or 2x8xA100-80GB "
-                  "(2 nodes with 8 GPUs each).")
-    @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, over all GPUs.")
-    @click.option("--method", default="full", show_default=True, help="Train all weights (full), or LoRA or "
-                  "QLoRA adapters. One of full, lora, qlora.")
+                  help="Your GPUs, for example T4, 8xH100-80GB, or 2x8xA100-80GB (2 nodes with 8 GPUs each).")
+    @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, summed over all GPUs.")
+    @click.option("--method", default="full", show_default=True, help="Weights to train. full = all weights; "
+                  "lora = LoRA adapters; qlora = LoRA adapters on nf4 weights.")
     @click.option("--allow", multiple=True, metavar="NAME",
-                  help="An option that the search may change too. One of optimizer, precision (to bf16 weights), "
-                  "kernels, fp8, lora, seq_len. Repeatable.")
+                  help="Let the search try more values of an option. NAME is one of these: optimizer = other "
+                  "optimizers; precision = bf16 weights; kernels = Liger Kernel; fp8 = fp8 matmuls; lora = LoRA and "
+                  "QLoRA adapters; seq_len = shorter sequences. You can repeat --allow.")
     @click.option("--fixed", multiple=True, metavar="FIELD=VALUE",
-                  help="Fix a training option of `llmlab estimate`, written with underscores, for example "
-                  "seq_len=4096. Repeatable.")
-    @click.option("--tokens", type=int, help="Total training tokens; used for the total time.")
-    @click.option("--within", type=float, metavar="DAYS", help="Maximum training time in days; needs --tokens.")
+                  help="Use VALUE in every configuration, for example --fixed seq_len=4096. FIELD is a training "
+                  "option of `llmlab estimate`, with underscores instead of hyphens. You can repeat --fixed.")
+    @click.option("--tokens", type=int, help="Number of training tokens. The total training time is computed from "
+                  "this number.")
+    @click.option("--within", type=float, metavar="DAYS", help="Maximum training time in days. This option requires "
+                  "--tokens.")
     @click.option("--goal", default="fastest", show_default=True,
-                  help="One of fastest, cheapest, smallest (least memory).")
+                  help="Criterion of the search. fastest = least time; cheapest = lowest cost; smallest = least "
+                  "memory.")
     @click.option("--stack", default="transformers", show_default=True,
-                  help=f"Training code. One of {', '.join((TRANSFORMERS, *STACKS))}. A stack's own options follow a "
-                  "colon: torchtitan:ac=full. An unknown stack or option prints the list of valid ones.")
-    @click.option("--write", "folder", metavar="DIR", help="Write the launch files of the best run to this folder.")
-    @click.option("--force", is_flag=True, help="Let --write replace files.")
+                  help=f"Library that trains the model. One of {', '.join((TRANSFORMERS, *STACKS))}. A colon separates "
+                  "the library from its own options: torchtitan:ac=full. If the library or its option is unknown, the "
+                  "error message lists the valid ones.")
+    @click.option("--write", "folder", metavar="DIR",
+                  help="Write the launch files of the best configuration to the folder DIR.")
+    @click.option("--force", is_flag=True, help="Allow --write to replace existing files.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
     def plan(
         model: str, gpus: str, global_batch: int, fixed: tuple[str, ...], folder: str | None, force: bool,
@@ -54,13 +59,18 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     ) -> int:
         """Search for the best training configuration on your GPUs.
 
-        Formulas rank the configurations, and simulations confirm the best ones. A star marks memory that was estimated
-        because llmlab cannot simulate the run. A dagger marks memory that was simulated without torch.compile; the
-        compiled step needs at most as much. Ctrl-C stops the search and prints the best configurations so far. With
-        --goal cheapest, the search also tries every other GPU model whose price is known, but no larger number of GPUs.
+        Formulas rank the configurations, and simulations confirm the best ones. Ctrl-C stops the search and prints the
+        best configurations found so far.
 
-        MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a
-        config.json or of its folder.
+        In the output, * marks memory that was estimated with formulas, because llmlab cannot simulate the
+        configuration. The sign † marks memory that was simulated without torch.compile. With torch.compile, the
+        configuration needs at most this much memory.
+
+        With --goal cheapest, the search also tries every other GPU model whose price is known. The search never uses
+        more GPUs than --gpus.
+
+        MODEL is a name that `llmlab models` lists, the OWNER/NAME of a model in the local Hugging Face cache, or the
+        path of a config.json file (or of its folder).
         """
         if force and folder is None:
             raise SpecError("--force replaces the files of --write; give --write DIR as well")
@@ -79,27 +89,29 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     """Add the command to `group`; `show` prints an answer."""
 
     @group.command(
-        epilog="Exit codes: 0 = the run fits as it is or after one listed change, or the message or snapshot was "
-        "explained; 1 = no single change makes it fit; 2 = llmlab cannot tell, or the input is invalid."
+        epilog="Exit codes: 0 = the run fits without a change or with one of the changes, or the message or snapshot "
+        "was explained; 1 = the run does not fit with any single change; 2 = llmlab cannot tell, or the input is "
+        "invalid."
     )
     @click.pass_context
     @click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")
     @click.option("--gpu", metavar="NAME",
-                  help="GPU (a name listed by `llmlab gpus`, or a memory such as 48GB), or cpu; required with MODEL.")
+                  help="A GPU that `llmlab gpus` lists, a memory size such as 48GB, or cpu. MODEL requires --gpu.")
     @cluster_options
     @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     def fix(context: click.Context, words: tuple[str, ...], gpu: str | None, as_json: bool, **_: Any) -> int:
-        """List changes that reduce the memory of a run.
+        """List changes that reduce the memory of a run, or explain an error message or a memory snapshot.
 
-        Changes that cost no time come first, and the others follow in order of time per GiB saved.
+        With MODEL, the command lists changes that save memory. Changes that cost no time come first. The other changes
+        are sorted by their added time per saved GiB. MODEL is a name that `llmlab models` lists, the OWNER/NAME of a
+        model in the local Hugging Face cache, or the path of a config.json file (or of its folder).
 
-        MODEL is a name listed by `llmlab models`, OWNER/NAME of a model in the Hugging Face cache, or the path of a
-        config.json or of its folder. Without MODEL and SNAPSHOT, the command reads PyTorch's out-of-memory message from
-        stdin and explains it: llmlab fix < log.txt
+        With SNAPSHOT, the command prints the peak memory by part and by module, the fragmentation, and the memory that
+        grew between steps. SNAPSHOT is a file that torch.cuda.memory._dump_snapshot wrote. If you give two snapshots,
+        for example of two ranks, the command also compares them.
 
-        SNAPSHOT is a file that torch.cuda.memory._dump_snapshot wrote. The command prints its peak by part and by
-        module, its fragmentation, and the memory that grew between steps. If you give a second snapshot, of another
-        moment or rank, the command also compares the two.
+        Without MODEL and SNAPSHOT, the command reads PyTorch's out-of-memory message from stdin and explains the
+        message: llmlab fix < log.txt
         """
         snapshots, models = [word for word in words if is_snapshot(word)], [w for w in words if not is_snapshot(w)]
         if len(snapshots) > 2 or len(models) > 1:

@@ -30,44 +30,47 @@ if TYPE_CHECKING:
     from ..scripts.report import ScriptReport
     from ..scripts.watch import Conditions, Watch
 
-EPILOG = """You can put a launcher (torchrun, accelerate launch or deepspeed) before SCRIPT, or give the command of an
-installed library instead, such as `tune run`, `trl sft`, `swift sft`, `llamafactory-cli train` or `axolotl train`.
-llmlab follows the options and config files of that command, and runs only one rank. NAME=value in front of the command
-or SCRIPT sets an environment variable.
+EPILOG = """You can put a launcher before SCRIPT: torchrun, accelerate launch or deepspeed. Instead of SCRIPT, you can
+give the command of an installed library, such as `tune run`, `trl sft`, `swift sft`, `llamafactory-cli train` or
+`axolotl train`. llmlab reads the options and config files of the launcher or command, but runs only one rank. To set an
+environment variable, write NAME=value before SCRIPT or the command.
 
-Exit codes: 0 = the run fits; 1 = it does not fit on the GPU (or in --max-gib); 2 = llmlab cannot tell, the input is
-invalid, or the script itself failed (its error is then on stderr)."""
+Exit codes: 0 = the run fits; 1 = the run needs more memory than the GPU or --max-gib provides; 2 = llmlab cannot tell,
+the input is invalid, or the script failed. If the script failed, its error is on stderr."""
 OPTIONS = (
     click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."),
     click.option("--gpu", "name", metavar="NAME", required=True,
-                 help="GPU to simulate (a name listed by `llmlab gpus`, or a memory such as 48GB)."),
-    click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
+                 help="GPU to simulate: a GPU that `llmlab gpus` lists, or a memory size such as 48GB."),
+    click.option("-m", "module", is_flag=True, help="Run SCRIPT as a module, like python -m."),
     click.option("--steps", type=int, metavar="N",
-                 help="End the script after N optimizer steps; default: run it to its end."),
+                 help="End the script after N optimizer steps. Default: run the script to its end."),
     click.option("--world-size", type=int, metavar="N",
-                 help="Number of ranks; default: from the launcher, otherwise 1."),
+                 help="Number of ranks. Default: the number from the launcher, otherwise 1."),
     click.option("--rank", type=int, default=0, metavar="N",
-                 help="Rank to simulate, from 0 to one less than the number of ranks; default: 0."),
-    click.option("--nodes", type=int, metavar="N", help="Number of nodes; default: from the launcher, otherwise 1."),
+                 help="Rank to simulate. The first rank is 0. Default: 0."),
+    click.option("--nodes", type=int, metavar="N",
+                 help="Number of nodes. Default: the number from the launcher, otherwise 1."),
     click.option("--gpus-per-node", type=int, metavar="N",
-                 help="GPUs per node; default: from the launcher, otherwise 8."),
+                 help="GPUs per node. Default: the number from the launcher, otherwise 8."),
     click.option("--max-gib", type=float, metavar="GIB",
-                 help="Memory limit of the process in GiB; default: the whole GPU."),
+                 help="Memory limit of the process in GiB. Default: the memory of the GPU."),
     click.option("--assume", type=float, metavar="X",
-                 help="Most simulated tensors hold no data. When the script reads an unknown value from the GPU, such "
-                 "as a loss, the script receives X; default: 1.0, or 0 for an integer. An unknown value is "
-                 "printed as a question mark, unless float(), int() or bool() has converted it."),
+                 help="Number that the script receives when it reads an unknown value, such as a loss, from the GPU. "
+                 "Values are unknown because most simulated tensors hold no data. Default: 1.0, or 0 for an integer. "
+                 "The script prints an unknown value as ?, unless float(), int() or bool() has converted the value."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
-                 help="config.json of a model that the script loads by NAME. Repeatable."),
+                 help="FILE is the config.json of a model that the script loads by NAME. You can repeat --config."),
     click.option("--data", multiple=True, metavar="NAME=FILE",
-                 help="Rows (.jsonl, .csv, .parquet, .txt) of a dataset that the script loads by NAME. Repeatable."),
+                 help="FILE (.jsonl, .csv, .parquet or .txt) contains rows of a dataset that the script loads by NAME. "
+                 "You can repeat --data."),
     click.option("--out", metavar="DIR",
-                 help="Write the script's files to this folder; default: a temporary folder, deleted at the end."),
-    click.option("--snapshot", metavar="FILE", help="Write a memory snapshot for https://pytorch.org/memory_viz."),
+                 help="Write the script's files to DIR. Default: a temporary folder, which is deleted at the end."),
+    click.option("--snapshot", metavar="FILE", help="Write a memory snapshot to FILE. You can view FILE at "
+                 "https://pytorch.org/memory_viz."),
     click.option("--timeline", metavar="FILE", callback=picture_file,
-                 help="Plot the memory over time into FILE: .png, .svg or .pdf."),
+                 help="Plot the memory over time to FILE. The name of FILE must end in .png, .svg or .pdf."),
     click.option("--roomy", is_flag=True, hidden=True),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON; the script's own output goes to stderr."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and the script's output on stderr."),
 )  # fmt: skip
 
 
@@ -90,7 +93,7 @@ def add_run(cli: click.Group, show: Callable[[Any], None]) -> None:
 
             return say(answer(say, **given))
 
-    run.__doc__ = "Run a training script on a simulated GPU.\n\nSCRIPT stays unchanged, and no GPU is needed."
+    run.__doc__ = "Run a training script on a simulated GPU.\n\nThe script stays unchanged, and no GPU is needed."
     for option in reversed(OPTIONS):
         run = option(run)
     # What follows the script is the script's.
