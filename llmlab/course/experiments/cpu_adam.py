@@ -33,12 +33,13 @@ def cpu_adam() -> type:
 
 def cpu_adam_is_compiled() -> bool:
     """Return whether DeepSpeedCPUAdam is compiled already, with the headers of this torch: another environment, whose
-    builds are in the same folder, would compile it again."""
+    builds are in the same folder, or a torch that was installed later would compile it again."""
     folder, headers = _build_folder(), str(Path(torch.__file__).with_name("include"))
-    if find_spec("deepspeed") is None or (folder / "lock").exists() or not (folder / "cpu_adam.so").exists():
+    library, build = folder / "cpu_adam.so", folder / "build.ninja"
+    if find_spec("deepspeed") is None or (folder / "lock").exists() or not library.exists() or not build.exists():
         return False
-    build = folder / "build.ninja"
-    return build.exists() and headers in build.read_text("utf-8")
+    is_newer = library.stat().st_mtime > Path(torch.__file__).stat().st_mtime
+    return is_newer and headers in build.read_text("utf-8")
 
 
 def _build_folder() -> Path:

@@ -1,6 +1,7 @@
 """Offload changes where states are and what is copied, and nothing else: our AdamW, DeepSpeed's and torch's agree."""
 
 import ctypes
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,12 +207,20 @@ def test_a_compilation_that_was_killed_is_said_not_waited_for(tmp_path, monkeypa
     assert not cpu_adam_is_compiled()
 
 
-@pytest.mark.parametrize(("environment", "compiled"), [(Path(torch.__file__).parent, True), ("/another/torch", False)])
-def test_a_build_of_another_environment_would_be_compiled_again(tmp_path, monkeypatch, environment, compiled):
+HERE = Path(torch.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("environment", "built", "compiled"), [(HERE, 2e10, True), ("/another/torch", 2e10, False), (HERE, 0, False)]
+)
+def test_a_build_of_another_or_older_environment_would_be_compiled_again(
+    tmp_path, monkeypatch, environment, built, compiled
+):
     pytest.importorskip("deepspeed", reason="the distributed extra")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    os.utime(tmp_path / "cpu_adam" / "cpu_adam.so", (built, built))
     (tmp_path / "cpu_adam" / "build.ninja").write_text(f"cflags = -isystem {environment}/include -O3")
     assert cpu_adam_is_compiled() is compiled
 
