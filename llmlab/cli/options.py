@@ -25,8 +25,8 @@ from ..specs.run import Inference, LoRA, Run, Training
 GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
 # The help's words for defaults that depend on the device or on other options.
 USUAL = {
-    "precision": "bf16 if --lora is given without --quantization, otherwise autocast-bf16. A GPU without bf16, such "
-    "as a T4, uses fp16 instead of bf16. A CPU uses fp32. --stack and --from can set other defaults",
+    "precision": "bf16 if --lora is given without --quantization, otherwise autocast-bf16; on a GPU without bf16, "
+    "such as a T4, fp16 or autocast-fp16; on a CPU, fp32. --stack and --from can set other defaults",
     "weights": "bf16, or fp16 on a GPU without bf16, such as a T4",
     "kv": "the dtype of --weights. With int8 or nf4 weights, the default is bf16, or fp16 on a GPU without bf16",
     "reference": "adapter with --lora, kept without --lora, but no reference model with grpo",

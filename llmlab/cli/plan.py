@@ -63,8 +63,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         best configurations found so far.
 
         In the output, * marks memory that was estimated with formulas, because llmlab cannot simulate the
-        configuration. The sign † marks memory that was simulated without torch.compile. With torch.compile, the
-        configuration needs at most this much memory.
+        configuration. The sign † marks a configuration that uses torch.compile but was simulated without it. The
+        compiled step needs at most the memory that is shown.
 
         With --goal cheapest, the search also tries every other GPU model whose price is known. The search never uses
         more GPUs than --gpus.

@@ -12,7 +12,7 @@ HELP = {
     "quantization": "Quantized dtype of the frozen base weights. This option requires --lora.",
     "double_quant": "Also quantize the scales of nf4 weights (bnb_4bit_use_double_quant).",
     "half_layers": "Frozen layers whose weights stay in 16 bits. This option requires --lora and an autocast-* "
-    "precision. none = no layer (unquantized layers are in fp32), as after peft's prepare_model_for_kbit_training; "
+    "precision. none = all unquantized layers are in fp32, which is what peft's prepare_model_for_kbit_training does; "
     "embeddings = the embedding and the head of a quantized model; all = every frozen layer, as in a model that is "
     "loaded in bf16 and trained with the Trainer's bf16=True.",
     "zero": "ZeRO stage over the --dp ranks. With --stack transformers, stages 2 and 3 use FSDP. One of 0, 1, 2, 3.",
@@ -51,7 +51,7 @@ HELP = {
     "reference": "Source of the reference model's log-probabilities in dpo, kto, ppo and grpo. kept = a second model "
     "in GPU memory; offloaded = a second model that is in host memory except during its forward pass; "
     "precomputed = log-probabilities that were computed before training; adapter = the trained model with its adapters "
-    "switched off; none = the default.",
+    "switched off; none = choose by the other options.",
     "teacher": "Teacher model for the method distill: a name or a path, as for MODEL. Default: a model as large as "
     "MODEL.",
     "completion_len": "Tokens per sequence that ppo and grpo generate. Both methods require this option. --seq-len "
