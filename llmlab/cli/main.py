@@ -82,7 +82,8 @@ class OneLineErrors(click.Group):
         sys.exit(code or 0)
 
 
-@click.group(cls=OneLineErrors, invoke_without_command=True, epilog=EXIT_CODES)
+@click.group(cls=OneLineErrors, invoke_without_command=True,
+             epilog=f"{EXIT_CODES} Some commands have other exit codes, which their help lists.")
 @click.version_option(__version__, message="llmlab %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> int:
