@@ -16,7 +16,7 @@ def score_elements(share: Share) -> int:
 def kept_scores(share: Share) -> int:
     """Return the bytes of saved scores: the output of softmax and the factor of V. Compiled code saves the input of
     softmax, as wide as the mask, instead of its output. The dropout mask and the output of a softcap's tanh are saved
-    too. A compiled block that is recomputed writes the output of softmax in fp32 besides the 16-bit factor of V, or, if
+    too. A compiled block that is recomputed writes the output of softmax in fp32 and in 16 bits or, if
     the outputs of matmuls are saved, the scores."""
     spec, run, c = share.spec, share.run, share.attention_bytes
     if _compiled(share):
