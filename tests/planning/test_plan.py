@@ -13,17 +13,6 @@ from llmlab.planning.files.write import program
 from llmlab.planning.search import NO_PROGRAM
 from llmlab.plots.pareto import CHOSEN, REFUTED
 
-TINY = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    with ThreadPoolExecutor(1) as one:
-        return lab.plan(TINY, "4xA100-80GB", 16, fixed={"seq_len": 128, "pp": 1}, tokens=10**9, executor=one)
-
 
 def test_a_plan_holds_the_batch_and_is_confirmed(tiny):
     assert len(tiny) >= 3 and tiny.best is tiny[0]
@@ -35,24 +24,25 @@ def test_a_plan_holds_the_batch_and_is_confirmed(tiny):
 
 
 @pytest.mark.parametrize(("stack", "method"), [("torchtune", "full"), ("torchtune", "lora"), ("litgpt", "lora")])
-def test_a_stack_that_trains_in_half_is_planned_in_half(stack, method):
-    plan = lab.plan(TINY, "4xA100-80GB", 16, method=method, fixed={"seq_len": 128}, stack=stack,
+def test_a_stack_that_trains_in_half_is_planned_in_half(stack, method, llama):
+    plan = lab.plan(llama, "4xA100-80GB", 16, method=method, fixed={"seq_len": 128}, stack=stack,
                     executor=NotSimulated("not asked"))  # fmt: skip
     assert plan.best.run.precision == "bf16" and plan.best.run.stack.name == stack
     assert (plan.best.run.lora is not None) == (method == "lora")
 
 
 @pytest.mark.parametrize(("fixed", "optimizer"), [({}, "adamw-8bit"), ({"optimizer": "adamw"}, "adamw")])
-def test_a_plan_leaves_to_its_stack_what_is_not_fixed(fixed, optimizer):
-    plan = lab.plan(TINY, "A100-80GB", 4, fixed={"seq_len": 128, **fixed}, stack="torchtune",
+def test_a_plan_leaves_to_its_stack_what_is_not_fixed(fixed, optimizer, llama):
+    plan = lab.plan(llama, "A100-80GB", 4, fixed={"seq_len": 128, **fixed}, stack="torchtune",
                     executor=NotSimulated("not asked"))  # fmt: skip
     assert {each.run.optimizer for each in plan} == {optimizer}
     assert {each.run.checkpointing for each in plan.seen} == {None, "full"}
 
 
-def test_a_plan_leaves_out_what_of_a_stack_is_not_described():
+def test_a_plan_leaves_out_what_of_a_stack_is_not_described(llama):
     """torchtitan's experts without FSDP2."""
-    mixed = {**TINY, "model_type": "qwen3_moe", "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    mixed = {**llama, "model_type": "qwen3_moe", **experts}
     with ThreadPoolExecutor(1) as one:
         plan = lab.plan(mixed, "2xA100-80GB", 2, fixed={"seq_len": 128}, stack="torchtitan", executor=one)
     assert len(plan) and all(each.run.zero for each in plan)

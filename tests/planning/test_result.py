@@ -10,17 +10,6 @@ from llmlab.planning.machines import machines
 from llmlab.planning.search import LATE
 from llmlab.planning.space import Question, shapes, shares
 
-TINY = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    with ThreadPoolExecutor(1) as one:
-        return lab.plan(TINY, "4xA100-80GB", 16, fixed={"seq_len": 128, "pp": 1}, tokens=10**9, executor=one)
-
 
 def test_the_fastest_is_first_and_the_others_say_why_not(tiny):
     seconds = [candidate.report.step_seconds for candidate in tiny]
@@ -29,9 +18,9 @@ def test_the_fastest_is_first_and_the_others_say_why_not(tiny):
     assert tiny.best.days(10**9) == pytest.approx(10**9 / tiny.best.report.tokens_per_second / 86_400)
 
 
-def test_the_cheapest_plan_has_one_run_of_each_number_of_a_card():
+def test_the_cheapest_plan_has_one_run_of_each_number_of_a_card(llama):
     with ThreadPoolExecutor(1) as one:
-        plan = lab.plan(TINY, "2xT4", 16, goal="cheapest", fixed={"seq_len": 128, "compile": False}, executor=one)
+        plan = lab.plan(llama, "2xT4", 16, goal="cheapest", fixed={"seq_len": 128, "compile": False}, executor=one)
     assert plan.gpus == "any GPU with a price, up to 2"
     machines_ = [str(each.machines) for each in plan]
     assert len(set(machines_)) == len(machines_) and len({each.machines.gpu.name for each in plan}) > 1

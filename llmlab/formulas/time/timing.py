@@ -161,8 +161,8 @@ def _timing(spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None,
     other, older = _older_attention(spec, run, gpu_kernels, kernel, parts.seconds.get("attention", 0.0))
     if older:
         difference = f"{abs(older):.2g} s {'more' if older > 0 else 'less'}"
-        since = "with cuDNN up to 9.15" if older > 0 else "up to 2.11"
-        sources["attention"] += f"; with {FUSED[other]}, which torch uses {since}, {difference}"
+        use = "torch uses with cuDNN up to 9.15" if older > 0 else "older releases of torch may use"
+        sources["attention"] += f"; with {FUSED[other]}, which {use}, {difference}"
     if parts.given_links:
         sources.update({name: "the links that were given" for name in SENT if name in sources})
     waits = host_waits(run, known.passes)
@@ -272,8 +272,9 @@ def _older_attention(
     seconds of attention; negative if it is faster.
 
     CUDA 12's wheels up to torch 2.10 come with a cuDNN that is older than `fastest_kernel` assumes, and run
-    FlashAttention. With dropout, torch 2.11 ran cuDNN's kernel, as measured on an H200 (archive/h200). Megatron-LM and
-    torchtitan select the kernel themselves.
+    FlashAttention. With dropout, older releases may run cuDNN's kernel: a compiled GPT-2 that was measured on an H200
+    with torch 2.11 (archive/h200) takes the time of this kernel. Which release first refuses it is not known.
+    Megatron-LM and torchtitan select the kernel themselves.
     """
     stack = stack_of(run)
     if run.attention != "sdpa" or stack.own_kernels or stack.lists_kernels:
