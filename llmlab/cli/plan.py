@@ -36,8 +36,9 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
                   "optimizers; precision = bf16 weights; kernels = Liger Kernel; fp8 = fp8 matmuls; lora = LoRA and "
                   "QLoRA adapters; seq_len = shorter sequences. You can repeat --allow.")
     @click.option("--fixed", multiple=True, metavar="FIELD=VALUE",
-                  help="Use VALUE in every configuration, for example --fixed seq_len=4096. FIELD is a training "
-                  "option of `llmlab estimate`, with underscores instead of hyphens. You can repeat --fixed.")
+                  help="Use VALUE in every configuration, for example --fixed seq_len=4096. FIELD is a field "
+                  "of `llmlab.Training`; most are options of `llmlab estimate`, with underscores instead of hyphens. "
+                  "You can repeat --fixed.")
     @click.option("--tokens", type=int, help="Number of training tokens. The total training time is computed from "
                   "this number.")
     @click.option("--within", type=float, metavar="DAYS", help="Maximum training time in days. This option requires "

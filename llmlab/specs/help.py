@@ -51,7 +51,7 @@ HELP = {
     "reference": "Source of the reference model's log-probabilities in dpo, kto, ppo and grpo. kept = a second model "
     "in GPU memory; offloaded = a second model that is in host memory except during its forward pass; "
     "precomputed = log-probabilities that were computed before training; adapter = the trained model with its adapters "
-    "switched off; none = llmlab chooses one of these.",
+    "switched off; none = the default.",
     "teacher": "Teacher model for the method distill: a name or a path, as for MODEL. Default: a model as large as "
     "MODEL.",
     "completion_len": "Tokens per sequence that ppo and grpo generate. Both methods require this option. --seq-len "
