@@ -80,3 +80,11 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def user_records(tmp_path_factory, monkeypatch):
+    """The user's own folder of records, empty, so that no test sees or writes what somebody measured."""
+    folder = tmp_path_factory.mktemp("user-records")
+    monkeypatch.setenv("LLMLAB_RECORDS", str(folder))
+    return folder

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.engines import readers
-from llmlab.engines.torchtitan import torchtitan_config
 
 HALVES = ("fp16", "bf16")
 COUNTS = st.integers(1, 64)
@@ -51,21 +50,6 @@ def test_accelerates_config_of_a_training_is_read_back(fields, as_text):
     assert read == run
 
 
-def test_a_pasted_config_of_the_trainers_resolves_auto_by_what_is_given():
-    config = {
-        "bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}, "overlap_comm": True,
-                              "stage3_prefetch_bucket_size": "auto"},
-        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    }  # fmt: skip
-    told = {"precision": "mixed-bf16", "micro_batch": 2, "accumulation": 4, "dp": 8}
-    assert lab.Training.from_deepspeed(config, **told) == lab.Training(**told, zero=3)
-    for field in ("precision", "micro_batch", "accumulation"):
-        with pytest.raises(SpecError, match=f'"auto".*give {field}='):
-            lab.Training.from_deepspeed(config, **{k: v for k, v in told.items() if k != field})
-
-
 def test_the_batch_sizes_tell_the_ranks_or_are_asked_for():
     both = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
     assert lab.Training.from_deepspeed(both, dp=8).accumulation == 2
@@ -104,34 +88,6 @@ def test_fsdp_of_accelerate_reduces_after_the_last_of_several_micro_batches(stra
     assert lab.Training.from_accelerate({"num_processes": 8}, accumulation=4).sync_each_batch
     deepspeed = {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 3}}
     assert lab.Training.from_accelerate(deepspeed, accumulation=4).sync_each_batch
-
-
-@pytest.mark.parametrize("kind", ["arguments", "to_dict", "file"])
-@pytest.mark.parametrize("sync", [None, False, True])
-def test_the_trainers_fsdp_waits_too_unless_its_accelerator_config_says_otherwise(sync, kind, tmp_path):
-    from transformers import TrainingArguments
-
-    more = {} if sync is None else {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": sync}}}
-    given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "bf16": True, "fsdp": "full_shard"}
-    arguments = {**given, **more}
-    if kind == "file" and more:  # of accelerator_config alone
-        (tmp_path / "accelerator.json").write_text(json.dumps(more["accelerator_config"]))
-        arguments["accelerator_config"] = str(tmp_path / "accelerator.json")
-    elif kind != "file":
-        alone = {name: value for name, value in arguments.items() if name != "fsdp"}  # which starts its plugin
-        arguments = TrainingArguments("out", use_cpu=True, **alone)
-        arguments.fsdp = "full_shard"
-        arguments = arguments.to_dict() if kind == "to_dict" else arguments
-    run = lab.Training.from_trainer(arguments, dp=8)
-    assert run == lab.Training(accumulation=4, precision="mixed-bf16", zero=3, dp=8, sync_each_batch=bool(sync),
-                               reduce_dtype="bf16", optimizer="adamw-fused")  # fmt: skip
-    assert lab.Training.from_trainer({**given, "fsdp": ""}, dp=8).sync_each_batch  # DDP
-
-
-def test_the_trainers_micro_batches_can_stand_in_its_accelerator_config():
-    config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
-    run = lab.Training.from_trainer({"fsdp": "full_shard", "accelerator_config": config}, dp=8)
-    assert run.accumulation == 2 and not run.sync_each_batch
 
 
 def test_the_engines_know_every_key_that_is_read_or_passed_over():
@@ -192,69 +148,6 @@ def test_bad_settings_are_refused_by_name(read, config, told, says):
         read(config, **told)
 
 
-def test_the_trainers_arguments_are_read():
-    from transformers import TrainingArguments
-
-    from llmlab.engines.trainer import trainer_arguments
-
-    run = lab.Training(micro_batch=4, accumulation=2, precision="autocast-bf16", optimizer="adafactor", seq_len=512)
-    assert lab.Training.from_trainer(trainer_arguments(run), seq_len=512) == run
-    arguments = TrainingArguments("out", per_device_train_batch_size=4, bf16=True, use_cpu=True,
-                                  gradient_checkpointing=True, optim="adamw_torch")  # fmt: skip
-    expected = lab.Training(micro_batch=4, precision="autocast-bf16", checkpointing="full")
-    assert lab.Training.from_trainer(arguments) == expected
-    auto = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
-    read = lab.Training.from_trainer({"bf16": True, "deepspeed": auto, "per_device_train_batch_size": 2}, dp=4)
-    assert read == lab.Training(micro_batch=2, precision="mixed-bf16", zero=2, dp=4, optimizer="adamw-fused")
-
-
-@pytest.mark.parametrize(("optim", "ours"), [
-    ("adamw_torch", "adamw"), ("adamw_torch_fused", "adamw-fused"), ("adamw_bnb_8bit", "adamw-8bit"),
-])  # fmt: skip
-def test_each_adamw_of_the_trainer_is_one_of_ours_and_written_as_it_is_read(optim, ours):
-    from transformers import TrainingArguments
-
-    from llmlab.engines.trainer import trainer_arguments
-
-    read = lab.Training.from_trainer(TrainingArguments("out", use_cpu=True, optim=optim))
-    assert read.optimizer == ours and trainer_arguments(read)["optim"] == optim
-
-
-def test_the_trainers_own_default_is_adamw_fused_and_beside_deepspeeds_own_it_is_that():
-    from transformers import TrainingArguments
-
-    for arguments in (TrainingArguments("out", use_cpu=True), TrainingArguments("out", use_cpu=True).to_dict(), {}):
-        assert lab.Training.from_trainer(arguments).optimizer == "adamw-fused"
-    settings = {"bf16": True, "deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}}
-    assert lab.Training.from_trainer(settings, dp=4).optimizer == "adamw-fused"
-    assert lab.Training.from_trainer(settings, dp=4, stack="deepspeed").optimizer == "adamw"
-
-
-@pytest.mark.parametrize(("arguments", "said"), [
-    ({"per_device_batch": 2}, "no per_device_batch"),
-    ({"deepspeed": {"zero_optimization": {}}, "fsdp": "full_shard"}, "deepspeed and fsdp are both set"),
-    ({"bf16": True, "fp16": True}, "bf16 and fp16 are both set"),
-    ({"optim": "galore_adamw"}, "optim='galore_adamw'"),
-    ({"zero_optimization": {"stage": 2}}, "no zero_optimization"),
-    (3, "a int is not TrainingArguments"),
-])  # fmt: skip
-def test_the_trainers_arguments_that_are_wrong_are_named(arguments, said):
-    with pytest.raises(SpecError, match=said):
-        lab.Training.from_trainer(arguments)
-
-
-@pytest.mark.parametrize(("text", "said"), [
-    ("[training]\nbatch = 2", "torchtitan's training settings batch"),
-    ("[zero_optimization]\nstage = 2", "are settings of DeepSpeed"),
-    ("[optimizer]\nname = 'Muon'", "optimizer.name='Muon'"),
-    ("[training]\nseq_len = 64", "give dp="),
-    ("[training\n", "not a config of torchtitan"),
-])  # fmt: skip
-def test_torchtitans_settings_that_are_wrong_are_named(text, said):
-    with pytest.raises(SpecError, match=said):
-        lab.Training.from_torchtitan(text)
-
-
 def test_stage_3s_settings_have_two_names_and_a_section_that_is_off_says_nothing():
     """As configs in public repositories have them."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -269,30 +162,6 @@ def test_stage_3s_settings_have_two_names_and_a_section_that_is_off_says_nothing
         DEEPSPEED({**config, "activation_checkpointing": {"partition_activations": True}}, dp=8)
     own = DEEPSPEED({**config, "zero_optimization": {"stage": 3, "max_live_parameters": 10}}, dp=8, stack="deepspeed")
     assert own.stack.stage3_max_live_parameters == 10
-
-
-def test_torchtitans_experts_are_not_divided_by_tensors():
-    text = "[parallelism]\ndata_parallel_shard_degree = 2\nexpert_tensor_parallel_degree = {}\n"
-    assert lab.Training.from_torchtitan(text.format(1)).dp == 2
-    with pytest.raises(SpecError, match="expert_tensor_parallel_degree=2"):
-        lab.Training.from_torchtitan(text.format(2))
-
-
-@pytest.mark.parametrize(("name", "order"), [
-    ("1F1B", ("1f1b", 1)), ("gpipe", ("gpipe", 1)), ("Interleaved1F1B", ("1f1b", 2)),
-])  # fmt: skip
-def test_torchtitans_schedule_is_read_and_written_by_torchs_name(name, order):
-    """Any case is read, as torch does; a stage of `pp` ranks keeps its weights by default, which is zero=2."""
-    config = {"parallelism": {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name},
-              "training": {"local_batch_size": 8}}  # fmt: skip
-    run = lab.Training.from_torchtitan(config, dp=2)
-    assert (run.schedule, run.virtual_stages) == order and run.zero == 2
-    written = torchtitan_config(run, "meta-llama/Llama-3.1-8B")["parallelism"]
-    assert written["pipeline_parallel_schedule"].lower() == name.lower()
-    assert written["fsdp_reshard_after_forward"] == "default"
-    with pytest.raises(SpecError, match="pipeline_parallel_schedule='ZBVZeroBubble' is not supported"):
-        lab.Training.from_torchtitan({"parallelism": {**config["parallelism"],
-                                                  "pipeline_parallel_schedule": "ZBVZeroBubble"}}, dp=2)  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "command"), [

@@ -3,13 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import llmlab as lab
 from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.temporaries import loss_bytes
-from llmlab.simulation.patching.flash_attn import fake_fused_loss
-from llmlab.step.fused_loss import causal_loss
 
 GPT = {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 50000, "n_positions": 512,
        "activation_function": "gelu", "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}  # fmt: skip
@@ -39,15 +36,6 @@ def test_it_saves_the_copies_that_the_usual_loss_makes():
     usual, fused = (loss_bytes(share_of(lab.model(GPT), each)) for each in (run, replace(run, kernels="fused-loss")))
     assert (usual.gradient, fused.gradient) == (14 * B * T * V, 4 * B * T * V)
     assert (usual.after, fused.after) == (2 * B * T * V, 2 * B * T * V)
-
-
-def test_what_stands_for_flash_attns_loss_keeps_the_logits_and_returns_their_gradient():
-    with fake_fused_loss():
-        logits = torch.zeros(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
-        loss = causal_loss(logits, torch.zeros(2, 8, dtype=torch.long), 16)
-        assert loss.shape == () and loss.dtype == torch.float32
-        loss.backward()
-    assert logits.grad.dtype == torch.bfloat16 and logits.grad.shape == logits.shape
 
 
 def test_a_script_of_ours_does_not_claim_it(tmp_path):

@@ -15,7 +15,6 @@ from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import moved
 from llmlab.formulas.time.host import update_host_seconds
 from llmlab.formulas.time.kernels import kernels
-from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import (
     Traced,
     attention_seconds,
@@ -216,23 +215,6 @@ def test_a_report_says_what_peft_leaves_in_fp32(half):
     other = replace(run, precision="bf16", stack="torchtune")  # which trains adapters in half
     notes = lab.estimate("Llama-3.2-1B", other, "A100").notes
     assert not any(note.code == "fp32-around-quantized" for note in notes)
-
-
-def test_torchtitan_computes_every_second_product_again():
-    """wq, wk, wv, wo, w1, w3, w2: the second of each pair is not kept (torchtitan's activation_checkpoint.py)."""
-    spec = lab.model("meta-llama/Llama-3.1-8B")
-    run = Training(seq_len=8192, dp=8, checkpointing="selective", stack=lab.Torchtitan())
-    widths = 4096 * 1024 + 4096 * 4096 + 4096 * 14336  # k_proj, o_proj, up_proj
-
-    def again(stack):
-        return sum(each.again * each.inputs * each.outputs for each in products(spec, replace(run, stack=stack)))
-
-    assert again(lab.Torchtitan()) == 32 * widths
-    blocks = sum(linear.inputs * linear.outputs * linear.count for linear in spec.linears if linear.part != "head")
-    last = 4096 * 14336 * 32  # what a block computes last is not needed again
-    assert again(lab.Torchtitan(ac="selective_layers", every=2)) == blocks // 2 != (blocks - last) // 2
-    run = Training(seq_len=8192, precision="mixed-bf16", checkpointing="selective", stack=lab.Megatron())
-    assert again(lab.Megatron()) == 0
 
 
 def test_megatrons_kernels_move_what_they_read_and_write():

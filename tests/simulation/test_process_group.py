@@ -122,12 +122,6 @@ def test_offloaded_shards_gradients_and_moments_are_on_the_host():
         assert sum(sim.host_lines.values()) == sim.host_peak
 
 
-def test_pinned_memory_is_a_power_of_two():
-    with lab.simulator(CARD) as sim:
-        weight = nn.Parameter(torch.empty(3 * 2**18)).pin_memory()
-        assert weight.is_pinned() and sim.host_pinned == 4 * 2**20 and sim.host_peak == 7 * 2**20
-
-
 def test_a_script_with_fsdp_is_what_simulate_says_of_it():
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -276,25 +270,6 @@ def test_barriers_of_gloo_have_nobody_to_wait_for():
         dist.monitored_barrier()
 
 
-def test_ddp_moves_its_inputs_and_batch_norms_are_synchronized():
-    with lab.simulator(CARD, world_size=RANKS):
-        dist.init_process_group("nccl")
-        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8).to(0), device_ids=[0])
-        assert model(torch.randn(2, 8)).device.type == "cuda"
-        norm = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))).cuda()
-        model = nn.parallel.DistributedDataParallel(norm, device_ids=[0])
-        model(torch.randn(2, 3, 8, 8)).sum().backward()
-        assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
-
-
-def test_a_synchronized_batch_norm_may_have_no_weight():
-    with lab.simulator(CARD, world_size=RANKS):
-        dist.init_process_group("nccl")
-        x = torch.randn(2, 8, 4, 4, device="cuda", requires_grad=True)
-        nn.SyncBatchNorm(8, affine=False).cuda()(x).sum().backward()
-        assert x.grad.shape == x.shape
-
-
 def test_spawned_ranks_are_this_process():
     ranks = []
 
@@ -306,26 +281,6 @@ def test_spawned_ranks_are_this_process():
         size = torch.cuda.device_count()
         torch.multiprocessing.spawn(worker, args=(size,), nprocs=size)
     assert ranks == [(0, 4)]
-
-
-def test_sharded_weights_are_initialized_on_the_card():
-    from torch.distributed.fsdp import fully_shard
-
-    with lab.simulator(CARD, world_size=4) as sim:
-        dist.init_process_group("nccl")
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        model.to_empty(device="cuda")
-        held = sim.allocated
-        nn.init.kaiming_uniform_(model[0].weight)
-        nn.init.uniform_(model[0].bias)
-        nn.init.trunc_normal_(model[1].weight)
-        assert sim.allocated == held
-        model(torch.randn(2, 256, device="cuda")).sum().backward()
-        assert model[1].weight.grad.to_local().shape == (64, 256)
 
 
 def test_weights_are_drawn_once_where_values_are_assumed():

@@ -3,6 +3,8 @@
     B  batch    H  query heads    K  key and value heads    T  positions    D  head size
 """
 
+from math import ceil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import llmlab as lab
 from llmlab.simulation.patching.sdpa import math_attention
+from llmlab.simulation.simulator import simulator
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 B, H, K, T, D = 2, 8, 2, 128, 64
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -295,3 +300,73 @@ def test_packed_documents_take_what_as_many_sequences_of_their_length_take():
     whole = lab.simulate(LLAMA, lab.Training(seq_len=1024, **{name: getattr(run, name) for name in
                                              ("precision", "optimizer", "attention")}), "A100-40GB")  # fmt: skip
     assert flops < whole.flops  # a row of one document has scores between all its tokens
+
+
+# ---- the choice
+
+
+EFFICIENT, FLASH, CUDNN, MATH = "efficient", "flash", "cudnn", "math"
+fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+CHOICES = [  # GPU, dtype, head size, with a mask, and sdp_utils.cpp's choice
+    ("T4", fp16, 64, False, EFFICIENT), ("T4", bf16, 64, False, MATH), ("T4", fp32, 64, False, EFFICIENT),
+    ("T4", fp16, 12, False, MATH), ("T4", fp16, 64, True, EFFICIENT),
+    ("A100-40GB", fp16, 64, False, FLASH), ("A100-40GB", bf16, 256, False, FLASH),
+    ("A100-40GB", fp32, 64, False, EFFICIENT), ("A100-40GB", bf16, 64, True, EFFICIENT),
+    ("A100-40GB", bf16, 264, False, EFFICIENT),
+    ("A100-40GB", fp32, 6, False, MATH), ("H100-80GB", bf16, 64, False, CUDNN),
+    ("H100-80GB", bf16, 256, False, CUDNN), ("B200", bf16, 256, False, FLASH), ("B200", bf16, 128, False, CUDNN),
+    ("H100-80GB", bf16, 264, False, EFFICIENT), ("H100-80GB", fp32, 64, False, EFFICIENT),
+]  # fmt: skip
+
+
+def blocks(size):
+    return ceil(size / 512) * 512
+
+
+def _nodes(out):
+    """The names of what autograd runs, one after the other."""
+    names, node = "", out.grad_fn
+    while node is not None:
+        names += node.name().lower()
+        node = node.next_functions[0][0] if node.next_functions else None
+    return names
+
+
+@pytest.mark.parametrize(("gpu", "dtype", "D", "masked", "choice"), CHOICES, ids=str)
+def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice):
+    """transformers/cuda/sdp_utils.cpp chooses. attention.cu and flash_api.cpp save beside the output: log-sum-exps in
+    fp32, of T rows, or of T rounded up to 32 (kAlignLSE); seed and offset, which only flash and cuDNN keep on the GPU.
+    attention.cpp, preprocess_mask, pads a mask's rows to 8 elements, and repeats them as a view."""
+    T = 100  # no multiple of 8 or 32
+    with simulator(gpu) as sim:
+        q, k, v = (torch.empty(B, H, T, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+        mask = torch.zeros(T, T, device="cuda", dtype=dtype) if masked else None
+        before = sim.allocated
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        held = sim.allocated - before
+    taken = [name for name in (EFFICIENT, FLASH, CUDNN) if name in _nodes(out)]
+    assert taken == ([] if choice == MATH else [choice])
+    output = blocks(B * H * T * D * dtype.itemsize)
+    if choice == EFFICIENT:
+        padded = blocks(T * ceil(T / 8) * 8 * dtype.itemsize) if masked else 0
+        assert held == output + 4 * B * H * ceil(T / 32) * 32 + padded
+    elif choice in (FLASH, CUDNN):
+        assert held == output + blocks(4 * B * H * T) + 2 * 512
+    else:
+        assert held >= output + B * H * T * T * dtype.itemsize  # the probabilities are written out
+
+
+@pytest.mark.parametrize(("dropout", "name"), [(0.1, FLASH), (0.125, CUDNN), (0.5, CUDNN)])
+def test_cudnns_attention_drops_sixteenths_only(dropout, name):
+    """check_cudnn_dropout in torch 2.13."""
+    with simulator("H100-80GB"):
+        q = torch.empty(B, H, T, 64, device="cuda", dtype=bf16, requires_grad=True)
+        assert name in _nodes(F.scaled_dot_product_attention(q, q, q, dropout_p=dropout))
+
+
+@pytest.mark.parametrize(("said", "name"), [("1", FLASH), ("0", CUDNN)])
+def test_cudnns_attention_is_left_out_where_the_environment_says_so(monkeypatch, said, name):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", said)
+    with simulator("H100-80GB"):
+        q = torch.empty(B, H, T, 64, device="cuda", dtype=bf16, requires_grad=True)
+        assert name in _nodes(F.scaled_dot_product_attention(q, q, q))

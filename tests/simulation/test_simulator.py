@@ -1,6 +1,5 @@
 """`lab.simulator`: scripts written for "cuda" run on a machine without it, and torch is as it was afterwards."""
 
-import pickle
 
 import pytest
 import torch
@@ -82,37 +81,6 @@ def test_autocast_with_grad_scaler_and_a_pinning_data_loader_steps_the_optimizer
 # ---- memory
 
 
-def test_statistics_are_those_of_the_caching_allocator():
-    with simulator("T4") as sim:
-        x = torch.empty(1000, 1000, device="cuda")  # 4 000 000 B: 7813 blocks of 512 B, in a segment of 20 MiB
-        assert torch.cuda.memory_allocated() == sim.allocated == 7813 * 512
-        assert torch.cuda.memory_reserved() == sim.reserved == 20 << 20
-        del x
-        assert (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(0)) == (0, 7813 * 512)
-        assert torch.cuda.mem_get_info() == (sim.gpu.memory - sim.gpu.context - (20 << 20), sim.gpu.memory)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats("cuda")
-        assert torch.cuda.max_memory_reserved() == torch.cuda.max_memory_allocated() == 0
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == 1
-        assert "CUDA memory summary" in torch.cuda.memory_summary()
-    assert sim.timeline == (7813 * 512, 0)
-
-
-def test_above_capacity_torchs_own_error_says_so_and_a_smaller_batch_goes_on():
-    with simulator("T4") as sim:
-        tensor = torch.empty(13 << 30, dtype=torch.uint8, device="cuda")
-        with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
-            torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-        message = str(caught.value)
-        assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56")
-        assert "of which 1.42 GiB is free." in message
-        assert "13.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated" in message
-        assert torch.cuda.memory_stats()["num_ooms"] == 1
-        del tensor
-        torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    assert sim.allocated == 0
-
-
 def test_allocator_settings_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with simulator("T4") as sim:
@@ -122,30 +90,6 @@ def test_allocator_settings_come_from_the_environment(monkeypatch):
     with pytest.raises(SpecError, match="expandable_segment'"), simulator("T4"):
         pass
     assert not torch.cuda.is_available()
-
-
-def test_snapshot_is_what_memory_viz_reads(tmp_path):
-    path = tmp_path / "run.pickle"
-    with simulator("T4") as sim:
-        model = nn.Linear(1000, 1000).cuda()
-        model(torch.ones(8, 1000, device="cuda")).sum().backward()
-        sim.save_snapshot(path)
-        torch.cuda.memory._dump_snapshot(str(tmp_path / "torch.pickle"))
-    content = pickle.loads(path.read_bytes())
-    assert content == pickle.loads((tmp_path / "torch.pickle").read_bytes())
-    assert set(content) >= {"segments", "device_traces", "allocator_settings", "external_annotations"}
-    assert sum(segment["allocated_size"] for segment in content["segments"]) == sim.allocated
-    live = 0
-    for entry in content["device_traces"][0]:
-        live += {"alloc": entry["size"], "free_completed": -entry["size"]}.get(entry["action"], 0)
-    assert live == sum(segment["requested_size"] for segment in content["segments"])
-    from torch.cuda import _memory_viz
-
-    assert "cudaMalloc(" in _memory_viz.trace(content) and "Mi" in _memory_viz.segsum(content)
-    blocks = [block for segment in content["segments"] for block in segment["blocks"]]
-    stacks = [block["frames"] for block in blocks if block["state"] == "active_allocated"]
-    assert all(any(frame["filename"] == __file__ for frame in stack) for stack in stacks)
-    assert list(tmp_path.glob("*.tmp")) == []
 
 
 # ---- what the GPU says of itself

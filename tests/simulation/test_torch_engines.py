@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import llmlab as lab
-from llmlab.measurement.ranks import measure_ranks
 from llmlab.simulation.report import recorded
 
 GPT = {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 256, "vocab_size": 2000}
@@ -17,38 +16,6 @@ LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 8, "n
          "max_position_embeddings": 256}  # fmt: skip
 GPT_PARAMETERS = 685_568
 SMALL = lab.Training(micro_batch=2, seq_len=128)
-TWO_RANKS = [
-    (GPT, replace(SMALL, dp=2, precision="mixed-bf16", accumulation=2)),
-    (GPT, replace(SMALL, zero=1, dp=2)),
-    (GPT, replace(SMALL, zero=2, dp=2, checkpointing="full")),
-    (LLAMA, replace(SMALL, zero=3, dp=2, precision="mixed-bf16", accumulation=2)),
-    (LLAMA, replace(SMALL, zero=3, dp=2, lora=lab.LoRA(8), checkpointing="full")),
-]
-FOUR_RANKS = [
-    (GPT, replace(SMALL, zero=3, dp=4, precision="autocast-bf16")),
-    (LLAMA, replace(SMALL, zero=3, dp=2, tp=2, sequence_parallel=True)),
-    (LLAMA, replace(SMALL, zero=3, dp=4, dp_replicate=2, precision="mixed-bf16", accumulation=2)),
-]
-
-
-@pytest.mark.parametrize("cases", [TWO_RANKS, FOUR_RANKS], ids=["2 ranks", "4 ranks"])
-def test_a_simulated_rank_takes_what_a_real_one_takes(cases):
-    for (model, run), measured in zip(cases, measure_ranks(*cases, limit=600), strict=True):
-        # Where ranks hold the same, one may show more: a thread of gloo's frees last and unseen (DDP's first buckets).
-        alike = run.tp > 1 or not run.zero
-        real = min(measured, key=lambda report: report.peak_allocated) if alike else measured[0]
-        simulated = lab.simulate(model, run, "cpu")
-        # On busy cores all ranks may. With tp each holds what it gathered or sent a moment longer, 1% of the whole;
-        # DDP's first buckets, all gradients, stay where gloo's thread lets go of them after DDP made its next.
-        late = 0.05 if run.tp > 1 else 0.0002
-        late += 4 * GPT_PARAMETERS / simulated.peak_allocated if run.zero < 2 and run.tp == 1 else 0.0
-        for name in ("peak_allocated", "forward", "backward"):
-            theirs, ours = (getattr(each, name, None) or each.phases[name] for each in (real, simulated))
-            assert -0.0002 <= theirs / ours - 1 <= late, (run, name)
-        for part in ("weights", "gradients", "optimizer"):
-            assert simulated.parts.get(part, 0) == real.parts.get(part, 0), (run, part)
-
-
 def test_shards_halve_and_nothing_is_gathered_between_steps():
     run = replace(SMALL, dp=8, zero=3)
     report = lab.simulate(GPT, run, "A100-80GB")
@@ -89,37 +56,6 @@ def test_gathering_and_reducing_have_streams_and_so_segments_of_their_own():
     recording = recorded(GPT, replace(SMALL, dp=2, zero=3), "A100-80GB")
     streams = {segment["stream"] for segment in recording.engine.memory.segments()}
     assert len(streams) == 3  # computation, all-gathers' inputs and outputs, reduce-scatters' outputs
-
-
-def test_the_report_says_which_engine_ran_and_what_it_does_not_know():
-    run = replace(SMALL, dp=4, dp_replicate=2, zero=3, precision="mixed-bf16", accumulation=2)
-    report = lab.simulate(GPT, run, "A100-80GB")
-    codes = [note.code for note in report.notes]
-    assert codes == ["engine", "sharded-copies", "mixed-precision", "gradient-sync", "nccl"]
-    assert report.step_seconds and report.mfu and report.flops
-
-
-def test_more_ranks_than_experts_is_said_since_torch_then_divides_them_by_their_number():
-    experts = {"model_type": "mixtral", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-               "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 500, "num_local_experts": 4,
-               "num_experts_per_tok": 2, "max_position_embeddings": 128}  # fmt: skip
-    few, many = (lab.simulate(experts, replace(SMALL, zero=3, dp=ranks), "A100-80GB") for ranks in (4, 8))
-    one_each = 2 * 3 * 64 * 96 * 4  # bytes of an expert's three matrices, in two layers
-    rest = [report.parts["weights"] - one_each for report in (few, many)]
-    assert rest[1] == pytest.approx(rest[0] / 2, rel=0.1)
-    assert [any(note.code == "few-experts" for note in report.notes) for report in (few, many)] == [False, True]
-
-
-def test_nccl_is_in_the_process_where_somebody_read_it_and_said_to_be_missing_elsewhere():
-    run, a100 = lab.Training(seq_len=64, zero=3, dp=2), lab.gpu("A100-80GB")
-    read, unread = lab.simulate(GPT, run, a100), lab.simulate(GPT, run, "H100-80GB")
-    assert a100.nccl == 1485 * 2**20
-    assert read.process == read.peak_reserved + a100.context + a100.nccl
-    assert any(note.code == "nccl" and "1.45 GiB" in note for note in read.notes)
-    assert unread.process is None and any(note.code == "nccl-unknown" for note in unread.notes)
-    alone = lab.simulate(GPT, lab.Training(seq_len=64), a100)
-    assert alone.process == alone.peak_reserved + a100.context and not any("nccl" in note.code for note in alone.notes)
-    assert a100.room(1) - a100.room(2) == a100.nccl
 
 
 def test_what_no_engine_does_is_refused_before_any_work(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.planning import levers
-from llmlab.simulation import deriving, tracing
+from llmlab.simulation import tracing
 from llmlab.simulation.depth import depth_of, with_layers
 from llmlab.traces.kernels import Kernel, KernelFormula, KernelTrace
 from llmlab.traces.polynomials import Monomial, constant
@@ -135,17 +135,6 @@ def test_layers_that_differ_repeat_in_groups():
     both = depth_of(lab.model(T5))
     assert len(both.stacks) == 2 and both.layers == 6
     assert with_layers(lab.model(T5), 3).layers == 6  # three of each
-
-
-def test_where_nothing_can_be_derived_a_plain_transformer_answers_and_the_reason_is_printed(monkeypatch, capsys):
-    def none(*_):
-        raise tracing.Untraceable("the formulas give 2 bytes where a simulation has 3")
-
-    monkeypatch.setattr(tracing, "derived", none)
-    monkeypatch.setattr(deriving, "_without", set())
-    report = lab.estimate(OLMO, lab.Training(precision="bf16"), "A100-80GB")
-    assert "plain-transformer" in [note.code for note in report.notes]
-    assert "2 bytes where a simulation has 3. The estimate is that of a plain transformer" in capsys.readouterr().err
 
 
 def test_a_peak_is_explained_by_the_tensors_that_are_alive():

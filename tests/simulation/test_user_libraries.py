@@ -124,17 +124,6 @@ def test_layers_off_the_card_are_there_while_they_run():
     assert peak == of_half and of_none == peak - layer
 
 
-def test_parameters_are_made_of_the_class_that_one_had():
-    accelerate = pytest.importorskip("accelerate")
-    with simulator("T4") as sim:
-        with accelerate.init_empty_weights():
-            model = nn.Linear(8, 8, bias=False)
-        accelerate.utils.set_module_tensor_to_device(model, "weight", "cpu", value=torch.randn(8, 8))
-        assert isinstance(model.weight, nn.Parameter) and sim.allocated == 0
-        model.cuda()
-        assert sim.allocated == 512
-
-
 @pytest.mark.parametrize(("name", "states"), [("LARS", 1), ("LAMB", 2), ("Lion", 1)])
 def test_bitsandbytes_optimizers_hold_their_states_also_where_they_read_a_norm(name, states):
     """LARS and LAMB scale by the parameter's norm, which only values say, and on which no memory depends."""
@@ -272,12 +261,3 @@ def test_adapters_are_saved_and_loaded_in_memory(tmp_path):
         loaded = load_file(tmp_path / "adapter_model.safetensors", device="cuda")
         assert len(loaded) == 2 * LAYERS and all(each.is_cuda for each in loaded.values())
     assert not (tmp_path / "adapter_model.safetensors").exists()
-
-
-def test_models_whose_initialization_looks_at_values_are_made():
-    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-                                    image_size=32, patch_size=8)  # fmt: skip
-    with simulator("T4"):
-        model = transformers.ViTForImageClassification(config).cuda()
-        pixels, labels = torch.randn(2, 3, 32, 32, device="cuda"), torch.zeros(2, dtype=torch.long, device="cuda")
-        model(pixel_values=pixels, labels=labels).loss.backward()

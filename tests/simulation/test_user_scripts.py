@@ -1,6 +1,5 @@
 """Scripts as strangers write them for "cuda", inside `lab.simulator`: they run, and show the bytes per GPU would."""
 
-import copy
 import math
 import subprocess
 import sys
@@ -159,29 +158,6 @@ def test_gradients_of_each_sample_take_a_batch_of_gradients(card):
     assert each["0.weight"].shape == (8, 64, 32) and card.allocated - before == 8 * 4 * (64 * 32 + 16 * 64)
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_activations_kept_on_the_host_take_nothing_of_the_card(card, pinned):
-    layers = [nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)]
-    model = nn.Sequential(*layers).cuda()
-    x = torch.randn(1024, 256, device="cuda", requires_grad=True)
-    model(x).sum().backward()
-    model.zero_grad(set_to_none=False)
-    before = card.allocated
-    with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
-        y = model(x)
-        assert card.allocated - before == 1024 * 256 * 4  # the output alone
-    y.sum().backward()
-
-
-def test_data_that_is_set_brings_its_device(card):
-    """As adapters' initialization and offloading by hand do it; the old data goes."""
-    weight = nn.Parameter(torch.zeros(256, 256))
-    weight.data = torch.ones(256, 256, device="cuda")
-    assert weight.is_cuda and (weight * torch.ones(256, device="cuda")).is_cuda
-    weight.data = weight.data.cpu()
-    assert not weight.is_cuda and card.allocated == 0
-
-
 # ---- torch.cuda
 
 
@@ -191,42 +167,6 @@ def test_default_device_is_shown_as_cuda(card):
     generator = torch.Generator(device="cuda")
     assert generator.manual_seed(3).device.type == "cuda" and isinstance(generator, torch.Generator)
     assert torch.randn(3, generator=generator).is_cuda and isinstance(torch.Generator(), torch.Generator)
-
-
-def test_blocks_freed_on_a_stream_stay_its_own(card):
-    """c10/cuda/CUDACachingAllocator.cpp: a pool compares streams first, so a second stream takes a second segment."""
-    x = torch.empty(5 * MiB, dtype=torch.uint8, device="cuda")
-    del x
-    assert card.reserved == 20 * MiB
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        assert torch.cuda.current_stream() == side
-        y = torch.empty(5 * MiB, dtype=torch.uint8, device="cuda")
-    y.record_stream(torch.cuda.current_stream())
-    assert card.reserved == 40 * MiB and torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-def test_a_stream_has_a_cublas_workspace_of_its_own(card):
-    x = torch.ones(16, 16, device="cuda")
-    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
-        with torch.cuda.stream(stream):
-            x @ x
-    assert card.allocated == 1024 + 2 * card.gpu.cublas_workspace
-
-
-def test_events_ranges_and_random_states_are_there(card):
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    with torch.cuda.nvtx.range("step"):
-        torch.ones(3, device="cuda")
-    end.record()
-    torch.cuda.synchronize()
-    assert f"{1000 / start.elapsed_time(end):.1f} steps/s" == "? steps/s"
-    torch.cuda.random.set_rng_state(torch.cuda.random.get_rng_state())
-    assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 512
-    assert torch.accelerator.max_memory_allocated() == 512 and torch.accelerator.current_device_index() == 0
-    assert torch.version.cuda and "major=8" in str(torch.cuda.get_device_properties(0))
 
 
 def test_the_kernels_switched_off_are_not_taken(card):
@@ -246,14 +186,6 @@ def test_the_kernels_switched_off_are_not_taken(card):
     assert taken(SDPBackend.FLASH_ATTENTION) < scores <= taken(SDPBackend.MATH)
     with pytest.raises(RuntimeError, match="No available kernel"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(T, T, dtype=torch.bool, device="cuda"))
-
-
-def test_old_type_names_are_the_cards(card):
-    x = torch.cuda.FloatTensor([1, 2])
-    assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(x.cpu(), torch.cuda.FloatTensor)
-    assert x.type() == "torch.cuda.FloatTensor" and x.cpu().type() == "torch.FloatTensor"
-    assert torch.ones(2).type(torch.cuda.HalfTensor).dtype == torch.float16
-    assert torch.ones(2).type("torch.cuda.LongTensor").is_cuda and torch.cuda.LongTensor(3, 4).shape == (3, 4)
 
 
 def test_capturable_optimizers_keep_their_step_on_the_card(card):
@@ -395,19 +327,6 @@ def test_sparse_tensors_are_refused_with_the_way_round(card):
         edges.cuda()
 
 
-def test_copies_on_the_host_take_nothing_of_the_card(card):
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).cuda()
-    before = card.allocated
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        average = copy.deepcopy(model)
-    assert card.allocated == 2 * before
-    average.cpu()
-    kept = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
-    assert card.allocated == before and average(torch.randn(3, 8)).device.type == "cpu"
-    model.load_state_dict(kept)
-
-
 # ---- running out of memory
 
 
@@ -518,15 +437,6 @@ def test_a_loader_that_makes_its_own_workers_does_not_pin(card):
 def test_data_parallel_runs_on_the_one_card(card):
     model = nn.DataParallel(nn.Linear(4, 4)).cuda()
     assert model(torch.randn(2, 4)).device.type == "cuda"
-
-
-def test_peaks_outlast_a_script_s_reset(card):
-    torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
-    torch.cuda.reset_peak_memory_stats()
-    assert torch.cuda.max_memory_allocated() == 0
-    assert card.peak_allocated == card.peak_reserved == card.timeline.peak == 1 << 30
-    card.reset_peak()
-    assert card.peak_allocated == 0
 
 
 @pytest.mark.parametrize("how", ["environment", "call"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-from dataclasses import replace
 
 import pytest
 
@@ -11,54 +10,6 @@ from llmlab.specs.run import run_from_dict
 from llmlab.specs.stacks import STACKS
 
 TITAN = lab.Training(dp=8, stack="torchtitan")
-# A stack that would set other values than a Training's default, and what else the run has.
-SETTING = {
-    "torchtune": ("torchtune", {}), "torchtune on 8": ("torchtune", {"dp": 8}),
-    "torchtune's LoRA": ("torchtune", {"lora": lab.LoRA()}),
-    "torchtitan": ("torchtitan", {}), "torchtitan on 8": ("torchtitan", {"dp": 8}),
-    "torchtitan's tp": ("torchtitan", {"dp": 2, "tp": 4}),
-    "litgpt": ("litgpt", {}), "litgpt on 8": ("litgpt", {"dp": 8, "accumulation": 2}),
-    "megatron": ("megatron", {}), "megatron, recomputed": ("megatron:recompute=full", {}),
-    "megatron's own layers": ("megatron:transformer_engine=False", {}),
-    "megatron, interleaved": ("megatron:virtual_pipeline=2", {"pp": 2, "accumulation": 2}),
-    "nanotron": ("nanotron", {}), "deepspeed": ("deepspeed", {}),
-}  # fmt: skip
-CARRIED_OUT = {("torchtune", "precision"), ("torchtune", "optimizer"), ("torchtune", "checkpointing"),
-               ("torchtitan", "checkpointing")}  # fmt: skip
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(lab.Training)}
-CHOICES = [
-    (name, field, DEFAULTS[field])
-    for name, (stack, given) in SETTING.items()
-    for field, value in lab.Training(stack=stack, **given).values().items()
-    if field != "stack" and value != given.get(field, DEFAULTS[field]) and field != "lora"
-]
-
-
-@pytest.mark.parametrize(("name", "field", "default"), CHOICES)
-def test_a_field_that_is_given_its_default_is_a_choice(name, field, default):
-    """However the run is made, it has what was given, or SpecError says what the stack has."""
-    stack, given = SETTING[name]
-    choice = {field: default}
-    makings = (
-        lambda: lab.Training(stack=stack, **given, **choice),
-        lambda: replace(lab.Training(**given), stack=stack, **choice),
-        lambda: replace(lab.Training(stack=stack, **given), **choice),
-        lambda: replace(lab.Training(**given, **choice), stack=stack),
-        lambda: run_from_dict("training", {**lab.Training(stack=stack, **given).to_dict(), **choice}),
-        lambda: lab.Training(**{**vars(lab.Training(stack=stack, **given)), **choice}),
-    )
-    for making in makings:
-        if (stack, field) in CARRIED_OUT:
-            run = making()
-            assert getattr(run, field) == default and field not in run.unset
-            assert f"{field}={default!r}" in repr(run)
-            for same in (run_from_dict("training", run.to_dict()), pickle.loads(pickle.dumps(run)), replace(run)):
-                assert same == run and field not in same.unset
-        else:
-            with pytest.raises(lab.SpecError, match=f"{field}={default!r}"):
-                making()
-
-
 def test_options_as_text_are_those_of_the_class():
     assert lab.Training(dp=8, stack="torchtitan:ac=selective_layers,every=3").stack == lab.Torchtitan(
         ac="selective_layers", every=3
@@ -99,10 +50,3 @@ def test_every_option_of_another_stack_is_refused_by_name(asked, other):
 def test_an_option_that_no_stack_has():
     with pytest.raises(lab.SpecError, match=r"torchtitan has no option acc: no stack has it; torchtitan has ac"):
         lab.Torchtitan(acc="full")
-
-
-def test_every_field_that_a_stack_sets_is_among_them():
-    assert {field for _, field, _ in CHOICES} == {
-        "precision", "optimizer", "checkpointing", "attention", "zero", "sequence_parallel", "virtual_stages",
-        "sync_each_batch",
-    }  # fmt: skip

@@ -7,7 +7,7 @@ To add one:
 2. Otherwise write a function in the file of its kind, under `@workspace(aten.OPERATOR, source=FILE)`. Yield the bytes
    of each buffer, `FREE` where the operator frees the last one, and `OUTPUTS` where it allocates its outputs. The
    operator's arguments are attributes of `op`.
-3. Add a row to tests/simulation/test_workspace_table.py: the operator, its arguments, and the expected bytes, computed
+3. Add a row to tests/simulation/test_workspaces.py: the operator, its arguments, and the expected bytes, computed
    from their shapes.
 """
 

@@ -14,6 +14,8 @@ from llmlab.measurement.record import record
 from llmlab.report import Report
 from llmlab.specs.run import Inference, Training
 
+pytestmark = pytest.mark.usefixtures("user_records")
+
 GPT2 = [
     Item("one", "gpt2", Training(seq_len=64, precision="autocast-fp16")),
     Item("one", "gpt2", Training(seq_len=128, precision="autocast-bf16")),

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from llmlab.measurement.memory_limit import available_memory, is_out_of_memory, limited_to_available
+import llmlab as lab
+from llmlab.measurement.memory_limit import available_memory, is_out_of_memory, least_bytes, limited_to_available
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS refuses memory on Linux only")
 
@@ -71,3 +72,11 @@ def test_more_than_is_available_raises_while_limited_and_the_limit_is_lifted_aft
 )
 def test_which_errors_mean_out_of_memory(error, is_one):
     assert is_out_of_memory(error) is is_one
+
+
+def test_least_bytes_are_the_weights(llama):
+    spec = lab.model(llama)
+    n = spec.parameters
+    assert least_bytes(spec, lab.Training()) == least_bytes(spec, lab.Training(precision="autocast-bf16")) == 4 * n
+    assert least_bytes(spec, lab.Training(precision="mixed-bf16")) == least_bytes(spec, lab.Inference()) == 2 * n
+    assert least_bytes(spec, lab.Inference(weights="nf4")) < n // 2

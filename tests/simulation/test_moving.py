@@ -12,6 +12,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
     StateDictType,
+    fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -154,7 +155,7 @@ def test_states_are_whole_or_a_share():
             assert model.state_dict()["3.weight"].local_shards()[0].tensor.shape == (WIDTH // RANKS, WIDTH)
         with (
             FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
-            pytest.raises(NotAvailable, match=r"SHARDED_STATE_DICT.*test_fsdp1\.py"),
+            pytest.raises(NotAvailable, match=r"SHARDED_STATE_DICT.*test_moving\.py"),
         ):
             model.state_dict()
 
@@ -166,7 +167,7 @@ def test_states_of_other_ranks_parameters_are_refused():
         model = wrapped(layers(), device_id=0, use_orig_params=True)
         optimizer = torch.optim.AdamW(model.parameters())
         step(model, optimizer)
-        with pytest.raises(NotAvailable, match=r"save_only_model.*use_orig_params=False.*test_fsdp1\.py"):
+        with pytest.raises(NotAvailable, match=r"save_only_model.*use_orig_params=False.*test_moving\.py"):
             FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
@@ -214,3 +215,22 @@ def test_a_simulated_rank_holds_what_a_real_one_does():
     with lab.simulator(CARD, world_size=2):
         dist.init_process_group("nccl")
         assert course("cuda:0") == real[0]
+
+
+def test_sharded_weights_are_initialized_on_the_card():
+
+    with lab.simulator(CARD, world_size=4) as sim:
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        model.to_empty(device="cuda")
+        held = sim.allocated
+        nn.init.kaiming_uniform_(model[0].weight)
+        nn.init.uniform_(model[0].bias)
+        nn.init.trunc_normal_(model[1].weight)
+        assert sim.allocated == held
+        model(torch.randn(2, 256, device="cuda")).sum().backward()
+        assert model[1].weight.grad.to_local().shape == (64, 256)

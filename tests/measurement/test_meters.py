@@ -72,15 +72,5 @@ def test_an_error_inside_ends_the_recording():
     assert after.timeline == ()
 
 
-def test_a_device_that_is_not_here_says_what_to_do():
-    if not torch.cuda.is_available():
-        with pytest.raises(lab.NotAvailable, match="measure small on device='cpu'"):
-            lab.measure("gpt2", lab.Training(seq_len=8), device="cuda")
-    with pytest.raises(lab.SpecError, match="device='gpu'"), lab.meter("gpu"):
-        pass
-    with pytest.raises(lab.SpecError, match="device='meta'"), lab.meter("meta"):
-        pass
-
-
 def test_the_example_in_its_documentation():
     assert doctest.testmod(meters).failed == 0

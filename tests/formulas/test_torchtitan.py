@@ -1,0 +1,50 @@
+"""torchtitan's block and step."""
+
+from dataclasses import replace
+
+import pytest
+
+import llmlab as lab
+from llmlab import Training
+from llmlab.formulas.time.products import products
+
+LLAMA = lab.model("meta-llama/Meta-Llama-3-8B")  # h 4096, f 14336, Q 4096, K 1024, H 32
+TOKENS = 8192
+
+
+@pytest.mark.parametrize(
+    "given, simulated",  # GiB, lab.simulate with torchtitan 0.2.2 and torch 2.13
+    [
+        ({"dp": 64}, 29.85),
+        ({"dp": 64, "stack": "torchtitan:keeps_attention=False"}, 27.81),
+        ({"dp": 8, "checkpointing": "full"}, 26.13),
+        ({"dp": 8, "seq_len": 4096, "stack": "torchtitan:ac=none"}, 38.71),
+        ({"dp": 8, "seq_len": 1024, "stack": "torchtitan:optimizer=foreach"}, 18.76),
+    ],
+)
+def test_peaks_of_its_own_code(given, simulated):
+    run = lab.Training(**{"seq_len": TOKENS, "stack": "torchtitan", **given})
+    estimate = lab.estimate(LLAMA, run, "H100-80GB")
+    assert estimate.peak_allocated / 2**30 == pytest.approx(simulated, rel=0.005)
+
+
+def test_a_middle_stage_of_a_pipeline_has_neither_embedding_nor_head():
+    run = lab.Training(seq_len=4096, dp=16, pp=4, accumulation=8, stack="torchtitan")
+    assert "logits" not in lab.estimate(LLAMA, run, "H100-80GB").parts
+
+
+def test_torchtitan_computes_every_second_product_again():
+    """wq, wk, wv, wo, w1, w3, w2: the second of each pair is not kept (torchtitan's activation_checkpoint.py)."""
+    spec = lab.model("meta-llama/Llama-3.1-8B")
+    run = Training(seq_len=8192, dp=8, checkpointing="selective", stack=lab.Torchtitan())
+    widths = 4096 * 1024 + 4096 * 4096 + 4096 * 14336  # k_proj, o_proj, up_proj
+
+    def again(stack):
+        return sum(each.again * each.inputs * each.outputs for each in products(spec, replace(run, stack=stack)))
+
+    assert again(lab.Torchtitan()) == 32 * widths
+    blocks = sum(linear.inputs * linear.outputs * linear.count for linear in spec.linears if linear.part != "head")
+    last = 4096 * 14336 * 32  # what a block computes last is not needed again
+    assert again(lab.Torchtitan(ac="selective_layers", every=2)) == blocks // 2 != (blocks - last) // 2
+    run = Training(seq_len=8192, precision="mixed-bf16", checkpointing="selective", stack=lab.Megatron())
+    assert again(lab.Megatron()) == 0
