@@ -142,20 +142,6 @@ def test_a_corrupt_cache_file_is_trained_again_and_replaced(cache, notes, damage
     assert path.read_text(encoding="utf-8") == good
 
 
-def test_a_crash_while_writing_leaves_the_cache_as_it_was(cache, notes, monkeypatch):
-    data.tokenizer(300, notes)
-    (path,) = cache.iterdir()
-    before = path.read_bytes()
-
-    def power_cut(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(data.os, "replace", power_cut)
-    with pytest.raises(KeyboardInterrupt):
-        data.write_whole(path, "half of it")
-    assert path.read_bytes() == before and list(cache.iterdir()) == [path]
-
-
 def test_a_cache_that_cannot_be_written_costs_time_not_the_tokenizer(tmp_path, cache, notes, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("LLMLAB_CACHE", str(tmp_path / "file"))

@@ -176,21 +176,6 @@ def test_a_file_mended_is_read_again(tmp_path):
     assert [r.model for r in records(folder=tmp_path)] == ["a"]
 
 
-def test_a_crash_before_the_end_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "m.json"
-    put(path, report("a"))
-    before = path.read_bytes()
-
-    def power_cut(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store.os, "replace", power_cut)
-    with pytest.raises(KeyboardInterrupt):
-        put(path, report("b"))
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_process_killed_in_the_middle_of_writing_leaves_the_old_file(tmp_path):
     path = tmp_path / "m.json"
     put(path, report("a"))

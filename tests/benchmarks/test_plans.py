@@ -1,6 +1,5 @@
 """The benchmark of plans: the margin follows from measured steps; alternatives are one model on the same GPUs."""
 
-from dataclasses import replace
 
 import llmlab as lab
 from benchmarks.plans import plans
@@ -34,23 +33,3 @@ def test_runs_that_ran_out_of_memory_elsewhere_are_never_said_to_fit():
 def test_a_step_that_ran_is_said_to_fit():
     case = plans.Case("", "", "gpt2", lab.Training(seq_len=64), "T4", True)
     assert plans.decided(case, simulate=False) == (plans.FITS, "estimate")
-
-
-def test_a_row_has_a_run_of_its_own_where_memory_is_another():
-    rows = {row.id: row for row in plans.published()}
-    frozen = rows["qwen-72b-lora-2048"]
-    assert (frozen.run.precision, frozen.held.precision) == ("mixed-bf16", "bf16")
-    assert replace(frozen.held, precision="mixed-bf16") == frozen.run
-    dealt = rows["evo-tp1-all-1024"]  # of tensors that are broadcast one by one, with a master copy
-    assert (dealt.run.precision, dealt.held.precision) == ("bf16", "mixed-bf16")
-    never_updated = rows["vectorlm-full-1-2048"]
-    assert replace(never_updated.held, optimizer="adamw") == never_updated.run != never_updated.held
-    unknown = {case.id for case in plans.cases() if case.uncertain}
-    assert "aleph-13b-tp1-pp2" not in unknown and "vectorlm-lora-1-2048" not in unknown  # there a field says all
-    assert unknown and "flagperf-8b-h100-8" not in unknown
-
-
-def test_megatrons_two_kinds_of_recomputation_are_a_choice_each():
-    chosen = [of for (citation, *_), of in plans.alternatives().items() if "2205.05198" in citation]
-    assert [len(of) for of in chosen] == [2] * 4
-    assert all({row.run.checkpointing for row in of} == {"full", "selective"} for of in chosen)

@@ -53,27 +53,3 @@ def test_a_row_can_have_a_power_limit():
     row = next(row for row in throughput.rows() if row.id == "ao-b200-bf16")
     free = throughput.predict(replace(row, power=None)).rate
     assert row.power == 750 and 0.75 ** (1 / 3) < throughput.predict(row).rate / free < 0.95
-
-
-def test_seconds_and_tokens_are_the_same_throughput():
-    """The 176B model on 384 GPUs: 2048 sequences of 2048 tokens in 102.27 s (train/tr11-176B-ml)."""
-    row = next(row for row in throughput.rows() if row.id == "smt-122")
-    assert row.run.world_size == 384 and row.run.global_batch == 2048
-    assert row.measured == pytest.approx(2048 * 2048 / 384 / 102.27)
-
-
-@pytest.mark.parametrize(
-    ("id", "utilisation"),
-    [("nanotron-1b-1", 0.4432), ("nanotron-3b-16", 0.3459), ("nanotron-8b-1", 0.4522), ("nanotron-80b-8", 0.3065),
-     ("nanotron-80b-64", 0.1779), ("aleph-13b-tp1-pp2", 0.5553),
-     ("aleph-13b-8k-tp2-pp4", 0.4988), ("aleph-65b-tp8-pp8", 0.2884), ("nemo2209-5b-32-tp4-pp4", 123.03 / 312),
-     ("nemo2209-175b-256-tp8-pp8", 168.98 / 312)],
-)  # fmt: skip
-def test_a_published_utilisation_is_that_of_the_row(id, utilisation):
-    """6 FLOP per parameter and whole attention, over 989 TFLOP/s in nanotron's figure, which counts a tied embedding
-    twice in a pipeline, and over 312 in the sheets of arXiv 2311.05610 and in NeMo's TFLOP/s."""
-    row = next(row for row in throughput.rows() if row.id == id)
-    model, nanotron = lab.model(row.model), id.startswith("nanotron")
-    twice = model.vocab * model.hidden if nanotron and model.tied and row.run.pp > 1 else 0
-    flops = 6 * (model.parameters + twice) + 12 * model.layers * model.hidden * row.run.seq_len
-    assert row.measured * flops / (989e12 if nanotron else 312e12) == pytest.approx(utilisation, rel=0.005)

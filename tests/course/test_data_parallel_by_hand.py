@@ -6,7 +6,6 @@ import pytest
 
 import llmlab as lab
 from llmlab.course.job import H100, MODEL, MODEL_8B, job
-from llmlab.formulas.time.communication import bytes_sent, seconds
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.kernels import training_rates
@@ -78,11 +77,3 @@ def test_the_worked_problems():
     assert 4 / 6 * 15 / 16 * matmul / ethernet.group(16).bandwidth == pytest.approx(32_300, rel=0.01)
     many = step(MODEL_8B, replace(RUN, dp=16, accumulation=36), H100, ethernet)
     assert 0.08 < many.data_exposed / many.compute < 0.1
-
-
-def test_a_switch_is_sent_nine_eighths_of_the_tensor():
-    size, node = 2**30, FAST.group(8)
-    ring, switch = (seconds("all-reduce", size, node, kind) for kind in ("ring", "switch"))
-    assert bytes_sent("all-reduce", size, 8) == 14 / 8 * size
-    assert 9 / 8 * size / switch == pytest.approx(301e9, rel=0.01)
-    assert switch / ring == pytest.approx(0.78, abs=0.01)

@@ -24,11 +24,6 @@ def test_the_flop_of_a_step_are_those_of_weights_and_of_attention():
     assert flops(SPEC, RUN).total == FLOP - norms
 
 
-def test_the_rates_of_a_t4_are_those_that_the_page_and_chapter_4_name():
-    assert RATES.matmul["fp16"] == 19.6e12 and RATES.matmul["fp32"] == 4.26e12 and RATES.bandwidth == 214e9
-    assert RATES.derived_from.startswith("32 LoRA and QLoRA steps")
-
-
 def test_the_bytes_of_elementwise_kernels_are_those_of_the_tables():
     traffic = moved(SPEC, RUN, lab.gpu(GPU))
     mask = 4 * S * L * T  # read once for all heads
@@ -41,11 +36,6 @@ def test_the_step_is_the_sum_that_the_page_derives():
     assert report.time["optimizer"] == pytest.approx(84 * N / RATES.bandwidth, rel=0.005)  # the rest are launches
     by_hand = FLOP / RATES.matmul["fp16"] + (L * T * LAYER + 12 * (N - V * h) + 48 * T * V + 84 * N) / RATES.bandwidth
     assert report.step_seconds == pytest.approx(by_hand, rel=0.005)
-
-
-def test_full_checkpointing_recomputes_neither_the_head_nor_the_last_matmul_of_a_block():
-    again = 2 * T * (N - V * h - L * f * h) + 4 * L * h * S * T
-    assert flops(SPEC, replace(RUN, checkpointing="full")).recomputed == pytest.approx(again, rel=1e-3)
 
 
 def test_only_the_linear_layers_of_the_job_lie_right_of_the_ridge():

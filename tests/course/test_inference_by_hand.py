@@ -3,7 +3,6 @@
 import pytest
 
 import llmlab as lab
-from llmlab.course.experiments.decoding import SMALL
 from llmlab.formulas.time.efficiency import efficiency
 from llmlab.serving.step import Step, step_seconds
 
@@ -45,7 +44,3 @@ def test_the_cache_is_worth_halving_where_its_room_is_more_than_the_weights_save
     found = base.requests, users(gpu, weights="awq").requests, users(gpu, kv="fp8").requests
     assert found == (plain, weights, cache)
     assert (cache > weights) == (base.cache > saved)
-
-
-def test_the_small_model_of_the_page_has_a_spec():
-    assert lab.model(SMALL).layers == 8

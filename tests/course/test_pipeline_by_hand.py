@@ -6,7 +6,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.course.job import H100, MODEL_70B, job, states
-from llmlab.course.techniques.pipeline_schedules import bubble, bubble_formula, dualpipe, in_flight, schedule, times
+from llmlab.course.techniques.pipeline_schedules import bubble_formula, in_flight, schedule
 from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.states import states as stage_states
 from llmlab.formulas.memory.step import step_memory
@@ -84,9 +84,3 @@ def test_the_pencil_problem():
     run = lab.Training(seq_len=4096, precision="mixed-bf16", pp=4, accumulation=8)
     activations = lab.estimate(spec, run, H100).parts["activations"]
     assert activations == pytest.approx(32 * 4096 * saved(spec), rel=0.01)
-
-
-def test_dualpipe_waits_half_as_long_as_its_paper_counts():
-    assert max(span.end for span in times(dualpipe(8, 16))) - 3 * 16 == 3
-    assert (8 / 2 - 1) * (3 + 2 - 3) == 6
-    assert bubble(times(dualpipe(8, 16), 1, 2, 1)) == pytest.approx(0.111, abs=0.001)

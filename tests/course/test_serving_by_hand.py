@@ -34,15 +34,6 @@ def within_level(served):
     return sum(one.first_token <= 0.5 and one.each_token <= 0.02 for one in served) / len(served)
 
 
-def test_the_cache_is_what_is_left():
-    memory = divided_memory(MODEL, SERVICE, GPU)
-    sampling = 2 * 8192 * MODEL.hidden + 38.5 * 1024 * MODEL.vocab
-    left = 0.92 * GPU.memory - 2 * MODEL.parameters - sampling - 0.29 * 2**30
-    assert memory.per_token == KAPPA == 2**17
-    assert memory.cache == pytest.approx(left, rel=0.001)
-    assert memory.tokens == pytest.approx(left / KAPPA, rel=0.001)
-
-
 @pytest.mark.parametrize("batch", [1, 16, 64, 256])
 def test_a_decode_step_takes_its_bytes_and_up_to_two_thirds_more(batch):
     bound = (W + batch * C * KAPPA) / GPU.bandwidth

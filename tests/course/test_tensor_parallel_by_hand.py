@@ -7,7 +7,6 @@ import pytest
 import llmlab as lab
 from llmlab.course.experiments.tensor_parallel import collectives_per_layer
 from llmlab.course.job import H100, MODEL_8B, MODEL_70B, states
-from llmlab.formulas.memory.activations import korthikanti_block
 from llmlab.formulas.time.communication import bytes_sent, seconds
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.efficiency import efficiency
@@ -91,8 +90,3 @@ def test_the_smallest_degree_that_fits_is_the_fastest_that_fits():
                for tp in (2, 4, 8, 16)}  # fmt: skip
     assert [report.outcome == "fits" for report in reports.values()] == [False, False, True, True]
     assert sorted(reports, key=lambda tp: reports[tp].step_seconds) == [2, 4, 8, 16]
-
-
-def test_the_ten_of_the_literature_is_never_divided():
-    s, b, width, heads = 2048, 4, 6144, 64
-    assert korthikanti_block(s, b, width, heads, 10**9) == pytest.approx(10 * s * b * width, rel=1e-6)

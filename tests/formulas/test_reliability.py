@@ -1,6 +1,5 @@
 """Checkpoints: how large, how often, and what share of the time is left, against a simulation of failures."""
 
-import random
 from random import Random
 
 import pytest
@@ -45,31 +44,6 @@ def test_many_writers_are_faster_until_the_storage_is_full():
     assert save_seconds(1000, 1, 10, 50) == 100
     assert save_seconds(1000, 4, 10, 50) == 25
     assert save_seconds(1000, 400, 10, 50) == 20
-
-
-def simulated(interval, save, mtbf, restart, segments):
-    """Walk through `segments` intervals, with failures drawn as they come; return the share of the time that counts."""
-    draw, now = random.Random(3), 0.0
-    failure = draw.expovariate(1 / mtbf)
-    for _ in range(segments):
-        while failure < now + interval + save:  # lost: what was trained since the last save, and a restart
-            now = failure
-            failure = now + draw.expovariate(1 / mtbf)
-            while failure < now + restart:  # a restart can fail too
-                now = failure
-                failure = now + draw.expovariate(1 / mtbf)
-            now += restart
-        now += interval + save
-    return segments * interval / now
-
-
-@pytest.mark.parametrize(
-    ("interval", "save", "restart"),
-    [(1000.0, 30.0, 0.0), (1000.0, 30.0, 600.0), (6000.0, 300.0, 900.0), (50.0, 30.0, 60.0)],
-)
-def test_goodput_is_what_a_simulation_of_failures_gives(interval, save, restart):
-    report = simulated(interval, save, 10_000.0, restart, 40_000)
-    assert goodput(interval, save, 10_000.0, restart) == pytest.approx(report, rel=0.01)
 
 
 sizes = st.floats(1e-4, 1.0)

@@ -127,15 +127,6 @@ def test_the_export_versions_differ_from_their_models_in_nvlink_alone():
         assert (gpu(cut).peak_flops, gpu(cut).bandwidth) == (gpu(full).peak_flops, gpu(full).bandwidth)
 
 
-def test_cublas_workspaces_are_those_of_torch():
-    """CublasHandlePool.cpp: ":4096:2:16:8" before Hopper, 32 MiB on 9.0 and Blackwell, 128 MiB on gfx942."""
-    small = (4096 * 2 + 16 * 8) * 1024
-    for card in gpus():
-        capability = card.compute_capability
-        large = {"CDNA 3": 128 * MiB, "CDNA 4": None}.get(card.architecture, 32 * MiB)  # nobody looked up gfx950's
-        assert card.cublas_workspace == (large if capability is None or capability >= (9, 0) else small)
-
-
 # ---- names
 
 

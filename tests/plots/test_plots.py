@@ -240,13 +240,6 @@ def test_text_on_a_segment_is_legible_on_that_colour():
         assert plots.canvas.contrast(text.get_color(), plots.canvas.COLORS[text.get_gid()]) >= 4.5, text.get_gid()
 
 
-def test_the_palette_is_okabe_and_itos():
-    # Okabe and Ito, "Color Universal Design"; light grey instead of their black, which is the text's.
-    okabe_ito = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
-    assert set(plots.canvas.COLORS.values()) == okabe_ito | {"#CCCCCC"}
-    assert set(plots.curve.LINES) <= okabe_ito | {"#000000"}
-
-
 def test_colours_differ_for_a_reader_without_red_or_green_cones():
     # Viénot, Brettel and Mollon 1999, table of linear-RGB projections for protanopia and deuteranopia.
     lms = np.array([[17.8824, 43.5161, 4.11935], [3.45565, 27.1554, 3.86714], [0.0299566, 0.184309, 1.46709]])

@@ -77,11 +77,6 @@ def test_a_hybrid_shards_in_a_node_alone():
     assert loaded == LAYERS * blocks(4 * LAYER // 8) and trained == 3 * loaded
 
 
-def test_no_shard_is_all_of_it():
-    loaded, trained, _ = measured(sharding_strategy=ShardingStrategy.NO_SHARD)
-    assert loaded == LAYERS * blocks(4 * LAYER) and trained == 3 * loaded
-
-
 def test_original_parameters_keep_their_gradients_until_the_next_forward():
     """_flat_param.py, _reset_flat_param_grad_info_if_needed: zero_grad knows views, and they are of one gradient."""
     loaded, trained, _ = measured(use_orig_params=True)

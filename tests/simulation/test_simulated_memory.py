@@ -1,6 +1,6 @@
-"""What CUDA's operators take, to the byte: each expectation derived from shapes, as the torch file beside it does.
+"""What optimizers, checkpointing and caches take on a simulated GPU, to the byte, derived from shapes.
 
-    B  batch    H  heads    T  positions    D  head size    N  width    M  rows
+    N  width    M  rows
 """
 
 from collections.abc import Callable
@@ -20,19 +20,12 @@ pytestmark = pytest.mark.usefixtures("no_gpu")
 
 CARD = "A100-40GB"
 M, N = 64, 256
-HALF = 2 * M * N  # bytes of (M, N) in half precision
-FULL = 2 * HALF
+FULL = 4 * M * N  # bytes of (M, N) in fp32
 
 
 def block(size: int) -> int:
     """Bytes of the block that a request of `size` takes: multiples of 512."""
     return ceil(size / 512) * 512
-
-
-@pytest.fixture
-def card():
-    with simulator(CARD) as sim:
-        yield sim
 
 
 def on_card(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:

@@ -81,10 +81,3 @@ def test_a_field_that_is_given_its_default_is_a_choice(name, field, default):
         else:
             with pytest.raises(lab.SpecError, match=f"{field}={default!r}"):
                 making()
-
-
-def test_every_field_that_a_stack_sets_is_among_them():
-    assert {field for _, field, _ in CHOICES} == {
-        "precision", "optimizer", "checkpointing", "attention", "zero", "sequence_parallel", "virtual_stages",
-        "sync_each_batch",
-    }  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 
 from llmlab.base.errors import SpecError
 from llmlab.course.architectures.llama import Llama
-from llmlab.course.inference import generate, probabilities, speculate
+from llmlab.course.inference import generate, speculate
 from llmlab.course.inference.drafts import Bigram, first_blocks
 from llmlab.course.inference.speculative import speedup, tokens_per_pass
 
@@ -40,21 +40,6 @@ def test_each_draft_leaves_the_models_text_as_it_is(model: Llama, text: torch.Te
     assert torch.equal(generate(model, text[:10], 40, draft=draft), expected)
     found = speculate(model, draft, text[None, :10], 40)
     assert found.passes < 40 or found.accepted == 0
-
-
-def test_sampling_with_a_bigram_has_the_models_distribution(model: Llama, text: torch.Tensor) -> None:
-    """The first token drawn 800 times: chi-squared over the likeliest tokens and the rest."""
-    draft, prompt = Bigram(text, model.spec), text[None, :6]
-    p = probabilities(model(prompt)[:, -1], 1.0)[0].detach()
-    top = p.topk(7).indices.tolist()
-    generator, draws, counts = torch.Generator().manual_seed(0), 800, torch.zeros(8)
-    for _ in range(draws):
-        # two tokens, so that the first one is a guess or its replacement
-        token = speculate(model, draft, prompt, 2, generator=generator, guesses=1, temperature=1.0).ids[0, 6].item()
-        counts[top.index(token) if token in top else 7] += 1
-    expected = draws * torch.cat((p[top], 1 - p[top].sum()[None]))
-    # 7 degrees of freedom: one in a thousand exceeds it
-    assert ((counts - expected) ** 2 / expected).sum().item() < 24.3
 
 
 def test_the_first_blocks_are_the_models_own(model: Llama) -> None:

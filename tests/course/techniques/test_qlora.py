@@ -8,7 +8,7 @@ import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.course.architectures.llama import Llama
 from llmlab.course.quantize.formats import nf4
-from llmlab.course.techniques.lora import adapters, inject, merge
+from llmlab.course.techniques.lora import adapters, inject
 from llmlab.course.techniques.qlora import to_nf4
 from llmlab.course.techniques.training_loop import SMALL_LLAMA, next_token_loss
 
@@ -89,11 +89,6 @@ def test_double_quantization_quantizes_the_scales():
     codes, outer, offset = nf4.double_encode(one.absmax)
     assert torch.equal(codes, two.absmax) and torch.equal(outer, two.state2.absmax)
     torch.testing.assert_close(offset, two.offset)
-
-
-def test_a_merge_into_a_quantized_base_is_refused():
-    with pytest.raises(SpecError, match="quantized weight"):
-        merge(with_adapters(to_nf4(build())))
 
 
 def test_adapters_are_not_quantized():
