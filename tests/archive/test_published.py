@@ -33,6 +33,3 @@ def test_operators_are_looked_up_by_what_the_card_is_called():
     assert operator_records(gpu="NVIDIA A100-SXM4-80GB") == operator_records(gpu="A100-80GB") != []
     assert operator_records(gpu="T4") == []
     assert operator_records("cross_entropy", V=4097) == []
-
-
-# ---- figures

@@ -162,3 +162,14 @@ def test_what_runs_the_model_needs_a_package_that_is_gone(verb, where):
 def test_no_file_is_written_that_would_load_another_layer(write):
     with pytest.raises(lab.SpecError, match=r"quantization='gptq'.*AutoGPTQ's layer.*GPT-QModel"):
         write(RUN)
+
+
+def test_unpacking_moves_the_words_and_each_operators_result():
+    """AutoGPTQ's QuantLinear.forward. A word of eight weights is read as int32 and shifted; then each weight is cast to
+    int8, masked, reduced by its zero, multiplied by its scale. A group of 128 has a zero, to which one is added."""
+    weights, groups = 4096 * 11008, 4096 * 11008 / 128
+    per_weight, per_zero = (4 + 1) + (1 + 1) + (1 + 1) + (1 + 2), (4 + 1) + (1 + 1) + (1 + 1) + (1 + 2)
+    shifted = 4.5 * (weights + groups)
+    assert gptq.moved(4096, 11008, 2, 2) == (shifted, per_weight * weights + per_zero * groups)
+    in_fp32, zero = per_weight + 2 + (4 + 2), per_zero + 2  # the result in fp32, and autocast's copy of it
+    assert gptq.moved(4096, 11008, 4, 2) == (shifted, in_fp32 * weights + zero * groups)

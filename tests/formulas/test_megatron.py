@@ -30,6 +30,8 @@ def test_the_block_is_the_papers(tp, sequence_parallel):
     # The paper leaves out what norms keep of a row: its mean and 1/std in fp32.
     statistics = 2 * 8 * s * b // (tp if run.sequence_parallel else 1)
     assert kept(run) == korthikanti_block(s, b, h, a, tp, run.sequence_parallel) + statistics
+    masks = 2 * s * b * h // (tp if run.sequence_parallel else 1)  # of a byte, after attention and the MLP
+    assert memory(run).whole["dropout masks"] == masks
 
 
 def test_recomputing_core_attention_leaves_34sbh():

@@ -94,7 +94,9 @@ def test_sglang_divides_its_limits_by_the_copies_of_attention():
 
 LAUNCHED = {
     "vllm": ("--pipeline-parallel-size 2", '"method": "eagle3", "model": "a/b", "num_speculative_tokens": 4'),
-    "sglang": ("--pp-size 2", "--speculative-algorithm EAGLE3 --speculative-draft-model-path a/b"),
+    # A chain of four, and the token before it.
+    "sglang": ("--pp-size 2", "--speculative-algorithm EAGLE3 --speculative-draft-model-path a/b "
+               "--speculative-num-steps 4 --speculative-eagle-topk 1 --speculative-num-draft-tokens 5"),
     "trtllm": ("--pp_size 2", '"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": "a/b"'),
 }
 

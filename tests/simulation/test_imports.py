@@ -5,14 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 import pytest
 import torch
 
 import llmlab as lab
-from llmlab.simulation.patching.imports import swept
+from llmlab.simulation.patching import imports
+from llmlab.simulation.patching.imports import on_import, swept
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
@@ -146,3 +147,25 @@ def test_a_builtin_is_nobodys_patch(tmp_path, monkeypatch):
         look()
         changing.kind = None
     assert module.made() is dict
+
+
+def test_a_module_that_would_load_a_driver_is_imported_without_the_gpu(tmp_path, monkeypatch):
+    """torch remembers whether Triton has a driver, and would say so after the block as well."""
+    seen = []
+
+    @contextmanager
+    def hidden():
+        seen.append("hidden")
+        yield
+        seen.append("shown")
+
+    for name in ("asks_for_a_driver", "asks_for_none"):
+        (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(imports, "LOOK_FOR_DRIVERS", {"asks_for_a_driver"})
+    monkeypatch.setattr(imports, "forget_answers", seen.append)
+    with on_import({"asks_for_none": lambda: seen.append("then")}, hidden):
+        importlib.import_module("asks_for_none")
+        importlib.import_module("asks_for_a_driver")
+    assert seen == ["then", "hidden", "shown", "torch.utils._triton"]

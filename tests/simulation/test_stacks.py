@@ -1,4 +1,4 @@
-"""Other stacks' own code on fake tensors, and the estimate beside it; where `make stacks` put their packages."""
+"""All modules of simulation/stacks on fake tensors, beside the estimate; where `make stacks` put their packages."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -35,8 +35,6 @@ RUNS = {
     "always resharded": {"dp": 8, "stack": "torchtitan:reshard_after_forward=always,optimizer=foreach"},
     "accumulated": {"dp": 8, "accumulation": 2, "micro_batch": 2},
     "copies": {"dp": 8, "dp_replicate": 2},
-    "copies, accumulated": {"dp": 8, "dp_replicate": 2, "accumulation": 2, "checkpointing": "full"},
-    "copies, tensor parallel": {"dp": 8, "dp_replicate": 2, "tp": 2, "checkpointing": "full"},
     "as until 0.2.0": {"dp": 8, "stack": "torchtitan:keeps_attention=False"},
 }
 # Of few words, so that the peak is where a block is: what it keeps is seen.
@@ -54,7 +52,6 @@ BLOCKS = {
     "context parallel, none": (THIN, {"dp": 2, "cp": 2, "stack": "torchtitan:ac=none"}),
     "context parallel, full": (THIN, {"dp": 2, "cp": 2, "checkpointing": "full"}),
     "compiled": (THIN, COMPILED),
-    "compiled, qwen3": (THIN_QWEN, COMPILED),
     "compiled, none": (THIN_QWEN, {**COMPILED, "stack": "torchtitan:ac=none"}),
     "compiled, full": (THIN, {**COMPILED, "checkpointing": "full"}),
     "compiled, many words": (SMALL, COMPILED),
@@ -63,28 +60,12 @@ BLOCKS = {
     "tensorwise, none": (THIN, {**EIGHTH, "stack": "torchtitan:ac=none"}),
     "tensorwise, full": (THIN, {**EIGHTH, "checkpointing": "full"}),
     "tensorwise, gathered in bf16": (THIN, {**EIGHTH, "stack": WIDE}),
-    "tensorwise, gathered in bf16, few tokens, full": (
-        FEW, {**EIGHTH, "stack": f"{WIDE},ac=full", "seq_len": 1024},
-    ),
     "tensorwise, tensor parallel, none": (FEW, {**EIGHTH, "dp": 4, "tp": 2, "stack": "torchtitan:ac=none"}),
-    "rowwise, tensor parallel, none": (
-        FEW, {**EIGHTH, "dp": 4, "tp": 2, "fp8": "rowwise", "stack": "torchtitan:ac=none"},
-    ),
     "tensorwise, several sequences": (WIDER, {**EIGHTH, "stack": "torchtitan:ac=full", **SEVERAL}),
     "tensorwise, several sequences, tensor parallel": (WIDER, {**EIGHTH, "tp": 2, **SEVERAL}),
-    "tensorwise, several sequences, tensor parallel, narrow": (
-        {**WIDER, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "num_hidden_layers": 3}, {**EIGHTH, "tp": 4, **SEVERAL},
-    ),
-    "rowwise, several sequences": (
-        WIDER, {**EIGHTH, "fp8": "rowwise", "stack": "torchtitan:ac=full", **SEVERAL, "seq_len": 1024},
-    ),
-    "rowwise, few tokens": (FEW, {**EIGHTH, "fp8": "rowwise", "seq_len": 512}),
     "rowwise": (THIN, {**EIGHTH, "fp8": "rowwise"}),
     "rowwise, none": (THIN, {**EIGHTH, "fp8": "rowwise", "stack": "torchtitan:ac=none"}),
-    "rowwise, full": (THIN, {**EIGHTH, "fp8": "rowwise", "checkpointing": "full"}),
     "norms written out": (THIN, {"dp": 8, "stack": "torchtitan:norm_type=rmsnorm"}),
-    "norms written out, none": (THIN, {"dp": 8, "stack": "torchtitan:ac=none,norm_type=rmsnorm"}),
     "norms written out, qwen3": (THIN_QWEN, {"dp": 8, "stack": "torchtitan:ac=none,norm_type=rmsnorm"}),
 }
 # Cut in eight, and no wider than h: what each rank gathered is most, and its gradients.
@@ -108,11 +89,9 @@ HEIGHTS = {
     "few words": (FEW, {"dp": 8, "micro_batch": 2, "seq_len": 4096}),
     "few words, layers": (FEW, {"dp": 8, "stack": "torchtitan:ac=selective_layers"}),
     "few tokens": (DEEP, {"dp": 8, "seq_len": 512}),
-    "few tokens, full": (DEEP, {"dp": 16, "seq_len": 512, "checkpointing": "full"}),
     "one GPU, none": (FEW, {"stack": "torchtitan:ac=none", "seq_len": 2048}),
     "one GPU, selective": (FEW, {"seq_len": 2048}),
     "tensor parallel alone": (FEW, {"tp": 2, "seq_len": 2048}),
-    "tensor parallel alone, none": (FEW, {"tp": 2, "seq_len": 2048, "stack": "torchtitan:ac=none"}),
     "compiled, few words": (FEW_QWEN, {**COMPILED, "micro_batch": 2, "seq_len": 2048}),
     "compiled, few tokens": (FEW, {**COMPILED, "seq_len": 1024}),
     "compiled, few tokens, heavy weights, none": (
@@ -122,13 +101,9 @@ HEIGHTS = {
         {**HEAVY_WEIGHTS, "num_hidden_layers": 4},
         {**EIGHTH, "seq_len": 512, "stack": "torchtitan:ac=selective_layers"},
     ),
-    "compiled, few words, full": (FEW, {**COMPILED, "checkpointing": "full"}),
     "compiled, context parallel": (FEW, {"dp": 2, "cp": 2, "compile": True}),
-    "compiled, context parallel, none": (FEW, {"dp": 2, "cp": 2, "compile": True, "stack": "torchtitan:ac=none"}),
     "compiled, tensor parallel": (FEW_QWEN, {"dp": 2, "tp": 2, "compile": True}),
-    "compiled, tensor parallel, none": (FEW, {"dp": 2, "tp": 2, "compile": True, "stack": "torchtitan:ac=none"}),
     "compiled, context and tensor parallel": (FEW, {"dp": 2, "cp": 2, "tp": 2, "compile": True}),
-    "one GPU, qwen3, none": (FEW_QWEN, {"stack": "torchtitan:ac=none", "seq_len": 2048}),
     "tensor parallel, the embedding's sums": (
         {**FEW, "vocab_size": 128256, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8},
         {"dp": 16, "tp": 8, "checkpointing": "full"},
@@ -148,7 +123,6 @@ MIXTURES = {
     "full": (MIXED, {"stack": "torchtitan:ac=full"}),
     "selective": (MIXED, {"stack": "torchtitan"}),
     "tensor parallel, selective": (MIXED, {"tp": 2, "stack": "torchtitan"}),
-    "tensor parallel, full": (MIXED, {"tp": 2, "stack": "torchtitan:ac=full"}),
     "more ranks than experts": (MIXED, {"dp": 24}),
     "heavy": (HEAVY, {}),
     "expert groups": (HEAVY, {"ep": 2}),
@@ -157,15 +131,12 @@ MIXTURES = {
     "one group of all": (HEAVY, {"ep": 4}),
     "one group of all, the busiest": (MIXED, {"ep": 4, "expert_imbalance": 3}),
     "expert groups, never resharded": (HEAVY, {"ep": 2, "stack": "torchtitan:reshard_after_forward=never,ac=full"}),
-    "one group of all, never resharded": (HEAVY, {"ep": 4, "stack": "torchtitan:reshard_after_forward=never,ac=none"}),
-    "expert groups, light": (MIXED, {"ep": 2}),
     "expert groups, tensor parallel": (MIXED, {"ep": 2, "tp": 2, "stack": "torchtitan:ac=full"}),
     "one of two layers": (MIXED, {"ep": 2, "stack": "torchtitan:ac=selective_layers"}),
     "expert groups, selective": (MIXED, {"ep": 4, "stack": "torchtitan"}),
     "compiled": (MIXED, {"compile": True}),
     "compiled, few tokens": (MIXED, {"compile": True, "dp": 16, "seq_len": 512}),
     "compiled, full": (MIXED, {"compile": True, "stack": "torchtitan:ac=full"}),
-    "compiled, selective": (MIXED, {"compile": True, "stack": "torchtitan"}),
     "compiled, expert groups, selective": (MIXED, {"compile": True, "ep": 4, "stack": "torchtitan"}),
 }
 
@@ -186,7 +157,6 @@ TUNES = {
     "LoRA on eight": {"dp": 8, "lora": MLP},
     "QLoRA": {"lora": MLP, "quantization": "nf4"},
     "QLoRA, offloaded": {"lora": MLP, "quantization": "nf4", "stack": "torchtune:enable_activation_offloading=True"},
-    "QLoRA, compiled": {"lora": MLP, "quantization": "nf4", "compile": True},
 }
 DROPPED, QKV = lab.LoRA(targets=("q_proj", "v_proj"), dropout=0.1), lab.LoRA(targets=("q_proj", "k_proj", "v_proj"))
 LITGPT = {
@@ -201,7 +171,6 @@ LITGPT = {
     "LoRA of all": {"lora": lab.LoRA(targets=(*MLP.targets, "k_proj"))},
     "LoRA on eight": {"dp": 8, "lora": DROPPED},
     "LoRA on eight, in blocks that are not split": {"dp": 8, "lora": DROPPED, "accumulation": 2, "micro_batch": 2},
-    "LoRA on eight, accumulated": {"dp": 8, "lora": MLP, "accumulation": 2, "seq_len": 1024},
 }
 OFFLOADED = "torchtune:enable_activation_offloading=True"
 KEEPING = "torchtune:enable_activation_checkpointing=False"
@@ -211,20 +180,15 @@ BLOCK_HEIGHTS = {
     "compiled, nothing recomputed": {"compile": True, "stack": KEEPING, "seq_len": 1024},
     "compiled, AdamW after backward": {"compile": True, "stack": "torchtune:optimizer=AdamW,optimizer_in_bwd=False"},
     "compiled, LoRA": {"compile": True, "lora": MLP},
-    "compiled, LoRA, nothing recomputed": {"compile": True, "lora": MLP, "stack": KEEPING},
     "on eight": {"dp": 8},
     "LoRA": {"lora": MLP},
     "offloaded": {"seq_len": 2048, "stack": OFFLOADED},
     "offloaded, LoRA": {"seq_len": 2048, "stack": OFFLOADED, "lora": MLP},
-    "offloaded, LoRA of attention": {"seq_len": 2048, "stack": OFFLOADED, "lora": QKV},
     "offloaded, compiled": {"seq_len": 2048, "stack": OFFLOADED, "compile": True},
     "LoRA, dropout": {"lora": WET},
-    "LoRA, dropout, nothing recomputed": {"lora": WET, "stack": KEEPING},
     "QLoRA": {"lora": MLP, "quantization": "nf4"},
     "QLoRA of attention": {"lora": QKV, "quantization": "nf4"},
     "QLoRA, dropout": {"lora": WET, "quantization": "nf4"},
-    "QLoRA of attention, nothing recomputed": {"lora": QKV, "quantization": "nf4", "stack": KEEPING},
-    "compiled, LoRA, dropout": {"compile": True, "lora": WET},
 }  # fmt: skip
 FROZEN = {  # all of them on ranks of FSDP2, adapters alone are trained, and nothing is recomputed
     # One block is gathered as the final norm's backward runs, whose own gradients are many.
@@ -338,9 +302,7 @@ STAGES = {  # the model, the run, the stage, and how far its estimate may be
     "first": (EIGHT_LAYERS, PIPELINE, 0, 0.02),
     "second": (EIGHT_LAYERS, PIPELINE, 1, 0.02),
     "last": (EIGHT_LAYERS, PIPELINE, 3, 0.02),
-    "last, selective": (EIGHT_LAYERS, {**PIPELINE, "stack": "torchtitan"}, 3, 0.02),
     "GPipe, first": (EIGHT_LAYERS, {**PIPELINE, "schedule": "gpipe"}, 0, 0.02),
-    "GPipe, last": (EIGHT_LAYERS, {**PIPELINE, "schedule": "gpipe"}, 3, 0.02),
     "few tokens, as many micro-batches as stages": (
         EIGHT_LAYERS, {**PIPELINE, "accumulation": 4, "seq_len": 512}, 0, 0.02
     ),
@@ -352,12 +314,8 @@ STAGES = {  # the model, the run, the stage, and how far its estimate may be
     "copies": (
         EIGHT_LAYERS, {**PIPELINE, "dp": 4, "dp_replicate": 2, "stack": "torchtitan:ac=full", "seq_len": 1024}, 1, 0.02
     ),
-    "tensor parallel, the embedding's gradient": (
-        EIGHT_LAYERS, {**PIPELINE, "tp": 2, "schedule": "gpipe", "seq_len": 512}, 0, 0.02
-    ),
     "compiled": (EIGHT_LAYERS, {**PIPELINE, "compile": True}, 1, 0.02),
     "context parallel, first": (EIGHT_LAYERS, {**PIPELINE, "cp": 2}, 0, 0.02),
-    "context parallel, last": (EIGHT_LAYERS, {**PIPELINE, "cp": 2}, 3, 0.02),
     # Whole gradients are added, and reduced when all micro-batches are through.
     "the embedding's gradient, added whole": (EIGHT_LAYERS, {**PIPELINE, "tp": 2, "seq_len": 512}, 0, 0.006),
     "the head's, reduced after those of blocks": (EIGHT_LAYERS, {**PIPELINE, "seq_len": 128}, 3, 0.006),

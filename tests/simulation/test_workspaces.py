@@ -1,4 +1,4 @@
-"""The workspace functions as a table: an operator, its arguments, and the bytes of all its allocations in their order.
+"""All modules of simulation/workspaces as one table: an operator, its arguments, and the bytes of all its allocations.
 
 Outputs stand among the buffers, where CUDA allocates them. Nothing is rounded up. A tensor on "meta" stands for one on
 the GPU, one on the CPU for one on the host.
@@ -557,6 +557,3 @@ def test_a_function_without_outputs_is_refused():
     with engine, pytest.raises(AssertionError, match=r"aten.sin.default yields no OUTPUTS"):
         torch.empty(8).sin()
     assert engine.memory.allocated == 0
-
-
-# ---- the scaffold

@@ -178,6 +178,3 @@ def test_w8a8_is_the_product_of_both_rounded():
     rounded = affine.quantize(x / q.input_scale, 8).dequantize()
     expected = rounded @ (q.dequantize() * q.input_scale).T
     torch.testing.assert_close(smoothquant.linear_w8a8(x, q), expected, rtol=1e-4, atol=1e-3)
-
-
-# ---- what cannot be
