@@ -4,7 +4,7 @@
 
 transformers' Llama on tiny tensors, two depths, so that only blocks count: a forward pass that records for backward,
 the same pass under no_grad, and generate() with its DynamicCache. Each is the least CPU time of this thread in many
-runs that take turns. The counts of operators are tested in tests/formulas/test_generation_host.py. UNRECORDED in
+runs that take turns. The counts of operators are tested in tests/formulas/test_host.py. UNRECORDED in
 llmlab/formulas/time/host.py follows from it.
 """
 

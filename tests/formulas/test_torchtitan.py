@@ -6,7 +6,9 @@ import pytest
 
 import llmlab as lab
 from llmlab import Training
+from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.time.products import products
+from llmlab.formulas.time.stacks.torchtitan import block
 
 LLAMA = lab.model("meta-llama/Meta-Llama-3-8B")  # h 4096, f 14336, Q 4096, K 1024, H 32
 TOKENS = 8192
@@ -48,3 +50,22 @@ def test_torchtitan_computes_every_second_product_again():
     assert again(lab.Torchtitan(ac="selective_layers", every=2)) == blocks // 2 != (blocks - last) // 2
     run = Training(seq_len=8192, precision="mixed-bf16", checkpointing="selective", stack=lab.Megatron())
     assert again(lab.Megatron()) == 0
+
+
+def test_eager_operators_of_a_block_move_what_they_read_and_write():
+    """In halves. Forward: two norms, two sums, a rotation by way of complex numbers, SiLU and its product. Backward: as
+    many, the sums of the gradients from all that read one tensor."""
+    h, f, heads = 4096, 14336, 4096 + 1024
+    forward = 2 * 4 * h + 2 * 6 * h + heads * (4 + 16) + 5 * 2 * f
+    backward = 2 * 6 * h + (2 * 6 + 3 * 6) * h + heads * (4 + 16) + 9 * 2 * f
+    run = lab.Training(seq_len=TOKENS, dp=8, stack="torchtitan:ac=none")
+
+    def moved(**changes):
+        return block(share_of(LLAMA, replace(run, **changes))) / TOKENS
+
+    assert moved() == forward + backward
+    assert moved(stack="torchtitan:ac=full") == 2 * forward + backward
+    written_out = moved(stack="torchtitan:ac=none,norm_type=rmsnorm")
+    assert written_out - moved() == 2 * h * (36 - 4 + 92 - 6)  # test_traffic.py counts those
+    halves = moved(tp=2, sequence_parallel=True) - moved() / 2
+    assert halves == 3 * 6 * h / 2  # sums of gradients of what all ranks have whole

@@ -85,7 +85,7 @@ def test_the_trace_is_azures() -> None:
 
 
 def test_throughput_counts_tokens_from_the_first_arrival_to_the_last_token() -> None:
-    assert throughput(replay([Arrival(0, 1, 4), Arrival(0, 1, 4)], lambda _: 0.5)) == 8 / 2
+    assert throughput(replay([Arrival(3, 1, 4), Arrival(3, 1, 4)], lambda _: 0.5)) == 8 / 2
     assert percentile(range(1, 101), 0.99) == 99
 
 

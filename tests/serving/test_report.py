@@ -11,6 +11,8 @@ import llmlab as lab
 from benchmarks.serving.kv_cache import NOW, logs, off
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
+from llmlab.serving.memory import divided_memory
+from llmlab.serving.report import served
 from llmlab.specs.model import model
 
 LLAMA = model("meta-llama/Llama-3.1-8B")
@@ -194,3 +196,11 @@ def test_users_beyond_the_cache_are_preempted_by_vllm_and_wait_for_tensorrt_llm(
     assert "preemption" in [note.code for note in vllm.notes]
     calm = lab.serve(LLAMA, replace(service, max_num_seqs=vllm.memory.requests), "H100")
     assert calm.latency.preempted == 0
+
+
+def test_each_copy_of_attention_has_requests_of_its_own():
+    qwen, gpu = model("Qwen/Qwen3-235B-A22B"), lab.gpu("H200")
+    service = lab.Service(tp=8, ep=8, dp_attention=8, prompt_len=30_000, output_len=16, max_model_len=32_768)
+    copies = 8 * divided_memory(qwen, service, gpu).requests
+    report = served(qwen, replace(service, concurrency=copies), gpu)
+    assert report.running == copies > 8 and report.memory.requests == copies // 8

@@ -23,3 +23,20 @@ def test_requests_that_need_new_segments_are_not_skipped(size):
     step = DecodeStep((*requests, Request("malloc", 25, 4 * MiB)), (), (logits,), ())
     Replayer(Engine(HOST, allocator), step, step).replay(1, [])
     assert allocator.statistics.small_pool.reserved_bytes.peak == 24 * size
+
+
+def test_what_a_later_step_leaves_lies_on_the_line_through_the_first_two():
+    """A cache of 4 bytes per token grows by a token in each step; the logits stay as they are."""
+    logits = Living((16,), (1,), 0, 64, torch.float32, 2)
+    caches = [Living((1, tokens), (tokens, 1), 0, 4 * tokens, torch.float32, 1) for tokens in (100, 101)]
+    one, other = (
+        DecodeStep((Request("malloc", 1, cache.size), Request("malloc", 2, 64)), (), (cache, logits), ())
+        for cache in caches
+    )
+    allocator = Allocator(2**34)
+    replayer = Replayer(Engine(HOST, allocator), one, other)
+    assert replayer.logits(0) == replayer.logits(50) == logits
+    replayer.replay(50, [])
+    assert allocator.statistics.small_pool.requested_bytes.current == 4 * 150 + 64
+    ends = [step._replace(living=step.living[:1]) for step in (one, other)]
+    assert Replayer(Engine(HOST, Allocator()), *ends).logits(3).shape == (1, 103)

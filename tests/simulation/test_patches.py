@@ -76,6 +76,16 @@ def test_rms_norm_of_two_dtypes_is_not_fused(card):
     assert torch.cuda.memory_allocated() - before > 4 * 64 * 256 + 512
 
 
+def test_rms_norm_of_one_dtype_is_a_kernel_forward_and_another_backward(card):
+    """It keeps the reciprocal of each row's root mean square in fp32."""
+    x, weight = made(64, 256, dtype=torch.bfloat16, grad=True), made(256, dtype=torch.bfloat16, grad=True)
+    before = torch.cuda.memory_allocated()
+    out = F.rms_norm(x, (256,), weight)
+    assert torch.cuda.memory_allocated() - before == 2 * 64 * 256 + 512 and "FusedRMSNorm" in out.grad_fn.name()
+    of_x, of_weight = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+    assert (of_x.shape, of_weight.shape) == (x.shape, weight.shape)
+
+
 @pytest.mark.parametrize("function", [F.silu, F.mish])
 def test_a_backward_that_is_also_written_in_other_operators_is_the_one_kernel_that_the_card_has(card, function):
     x, grad = made(1024, 256, grad=True), made(1024, 256)
