@@ -6,7 +6,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.base.errors import SpecError
-from llmlab.engines.tuners import megatron_arguments
+from llmlab.engines.tuners import axolotl_config, llama_factory_config, megatron_arguments
 
 
 def test_megatrons_arguments_interleave_stages_with_any_stack():
@@ -43,3 +43,57 @@ def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
     assert {"--use-precision-aware-optimizer", "--use-distributed-optimizer"} <= set(said)
     with pytest.raises(lab.SpecError, match="distributed_fused_adam='fp32' is NeMo 1's"):
         megatron_arguments(lab.Training(stack="megatron:distributed_fused_adam=fp32"), spec)
+
+
+RUN = lab.Training(2, 512, "bf16", accumulation=4, lora=lab.LoRA(8, ("q_proj", "v_proj"), dropout=0.1))
+
+
+def test_axolotls_settings_are_the_runs():
+    said = axolotl_config(RUN, "m")
+    assert {"base_model": "m", "sequence_len": 512, "micro_batch_size": 2, "gradient_accumulation_steps": 4,
+            "bf16": True, "fp16": False, "float16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0,
+            "adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "load_in_4bit": False,
+            "lora_target_modules": ["q_proj", "v_proj"], "attn_implementation": "sdpa"}.items() <= said.items()
+    assert "deepspeed" not in said and "gradient_checkpointing_kwargs" not in said
+    more = replace(RUN, checkpointing="full", quantization="nf4", attention="flash", kernels="liger",
+                   lora=lab.LoRA(8, alpha=4))  # fmt: skip
+    assert {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "lora_alpha": 4,
+            "adapter": "qlora", "load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False},
+            "attn_implementation": "flash_attention_2", "liger_rope": True}.items() <= axolotl_config(more, "m").items()
+    whole = axolotl_config(lab.Training(precision="mixed-bf16", zero=2, dp=2), "m")
+    assert whole["deepspeed"] == "ds_config.json" and "adapter" not in whole
+    with pytest.raises(SpecError, match="loads the weights in the dtype that it casts to"):
+        axolotl_config(lab.Training(precision="autocast-bf16"), "m")
+
+
+def test_llama_factorys_settings_are_the_runs():
+    said = llama_factory_config(RUN, "m")
+    assert {"finetuning_type": "lora", "cutoff_len": 512, "per_device_train_batch_size": 2, "pure_bf16": True,
+            "lora_rank": 8, "lora_alpha": 16, "lora_target": "q_proj,v_proj", "flash_attn": "sdpa",
+            "disable_gradient_checkpointing": True}.items() <= said.items()
+    more = replace(RUN, precision="fp16", checkpointing="full", quantization="int8", lora=lab.LoRA(8, alpha=4))
+    assert {"fp16": True, "quantization_bit": 8, "double_quantization": False, "lora_alpha": 4,
+            "use_reentrant_gc": False,
+            "disable_gradient_checkpointing": False}.items() <= llama_factory_config(more, "m").items()
+    whole = llama_factory_config(lab.Training(precision="mixed-bf16", zero=2, dp=2, attention="flash"), "m")
+    assert (whole["finetuning_type"], whole["flash_attn"], whole["deepspeed"]) == ("full", "fa2", "ds_config.json")
+    for run in (lab.Training(precision="fp16"), replace(RUN, precision="autocast-bf16")):
+        with pytest.raises(SpecError, match="LLaMA-Factory"):
+            llama_factory_config(run, "m")
+
+
+def test_megatrons_arguments_have_the_models_sizes():
+    spec = lab.model("mistralai/Mistral-7B-v0.1")
+    run = lab.Training(2, 4096, "mixed-bf16", accumulation=4, dp=4, tp=2, zero=1, sequence_parallel=True,
+                       checkpointing="full")  # fmt: skip
+    assert {"--num-layers 32", "--hidden-size 4096", "--ffn-hidden-size 14336", "--seq-length 4096", "--bf16",
+            "--max-position-embeddings 32768", "--micro-batch-size 2", "--global-batch-size 32",
+            "--tensor-model-parallel-size 2", "--use-distributed-optimizer", "--sequence-parallel",
+            "--group-query-attention --num-query-groups 8", "--rotary-base 10000", "--attention-backend auto",
+            "--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1",
+            "--untie-embeddings-and-output-weights"} <= set(megatron_arguments(run, spec))
+    with pytest.raises(SpecError, match="a window shorter than the sequence"):
+        megatron_arguments(replace(run, seq_len=8192), spec)
+    plain = megatron_arguments(lab.Training(precision="mixed-fp16", attention="eager"), lab.model("gpt2"))
+    assert {"--fp16", "--attention-backend unfused", "--position-embedding-type learned_absolute"} <= set(plain)
+    assert not {"--swiglu", "--sequence-parallel", "--untie-embeddings-and-output-weights"} & set(plain)

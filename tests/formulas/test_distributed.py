@@ -386,3 +386,11 @@ def test_a_rate_of_ones_own_stands_for_what_others_measured():
             assert taken == pytest.approx((2 if operation == "all-reduce" else 1) * 7 / 8 * size / 3e9, rel=0.1)
         assert step("gpt2-xl", run, card, own) == step("gpt2-xl", run, card, same)
         assert step("gpt2-xl", run, card, own).data_sent > 3 * step("gpt2-xl", run, card, usual).data_sent
+
+
+def test_a_host_that_is_late_starts_kernels_while_ranks_send():
+    """So messages add nothing to a step that waits for its host."""
+    run = Training(seq_len=128, precision="mixed-bf16", tp=2, stack="megatron")
+    fast, slow = (step("gpt2", run, "H100", cluster("H100", reached=rate)) for rate in (400e9, 100e9))
+    assert slow.tensor > fast.tensor and fast.launches > 0
+    assert slow.launches + slow.tensor == pytest.approx(fast.launches + fast.tensor)

@@ -96,3 +96,14 @@ def test_the_first_states_lie_where_the_simulated_ones_do():
     guess, found = (verb(config, lab.Training(seq_len=32), "A100-80GB") for verb in (lab.estimate, lab.simulate))
     for part, exact in (("weights", 6 * 3), ("optimizer", 2 * 6 * 3)):
         assert guess.parts[part] == pytest.approx(found.parts[part], abs=0.3 * exact * 2**20)
+
+
+def test_weights_that_are_gathered_in_fp8_take_a_byte_less_each():
+    """In a model that stays gathered, at the loss: the linear layers of all its blocks."""
+    spec, parts = lab.model(LLAMA), []
+    for gathers in (True, False):
+        stack = f"torchtitan:reshard_after_forward=never,enable_fsdp_float8_all_gather={gathers},ac=none"
+        run = lab.Training(seq_len=64, dp=8, compile=True, fp8="tensorwise", stack=stack)
+        moments = {moment.name: moment.parts for moment in training_moments(spec, run, lab.gpu("H100"))}
+        parts.append(moments["the loss"]["weights"])
+    assert parts[1] - parts[0] == spec.block_linear_elements

@@ -3,20 +3,13 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import llmlab as lab
 from benchmarks.time import training_rates as derivation
-from llmlab import LoRA, Training
+from llmlab import Training
 from llmlab.archive import figure
-from llmlab.formulas.memory.share import share_of
-from llmlab.formulas.memory.temporaries import loss_chunk
-from llmlab.formulas.time.elementwise import fused_block, moved
-from llmlab.formulas.time.flops import flops
+from llmlab.formulas.time.elementwise import moved
 from llmlab.formulas.time.kernels import kernels, training_rates
-from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, outside, passes
 from llmlab.hardware.kernel_tables import kernel_table
 from llmlab.hardware.links import cluster
@@ -199,17 +192,6 @@ def test_attention_on_a_mi300x_is_sdpa_or_the_faster_composable_kernel():
     assert kernels("MI355X").attention(1, 32, 8192, 128, "flash", "bf16") < 0.5 * sdpa
 
 
-def test_one_enumeration_of_products_for_flop_and_for_time():
-    spec, run = lab.model("Qwen3-30B-A3B"), Training(micro_batch=2, seq_len=512, checkpointing="full", dp=2)
-    counted = flops(spec, run)
-    sums = [sum(part) for part in zip(*(each.flops(2048) for each in products(spec, run)), strict=True)]
-    scores = counted.by_part["scores"]
-    assert sum(sums) == counted.total - scores
-    frozen = products(spec, replace(run, lora=LoRA(rank=8)))
-    assert not any(each.weight_gradient for each in frozen if each.part != "adapters")
-    assert sum(each.part == "adapters" for each in frozen) == 4  # down and up, of q_proj and v_proj
-
-
 def test_eager_operators_take_what_an_h200s_profile_has():
     """Of Llama-3.2-1B, 4 × 2,048 tokens in bf16, they took 61.4 ms beside products, attention and update (torch 2.11,
     2026-11-26); their bytes alone would take 53."""
@@ -218,90 +200,3 @@ def test_eager_operators_take_what_an_h200s_profile_has():
     found = passes(spec, run, card)
     assert found.elementwise + found.loss == pytest.approx(0.0614, rel=0.05)
     assert sum(moved(spec, run, card)[:2]) / kernels(card).bandwidth < 0.9 * 0.0614
-
-
-def test_fused_kernels_move_each_tensor_once():
-    """A Llama block in bf16, per token: norms 2 · 8 h, (3 · 2 + 3 · 2) h and (3 · 2 + 2 · 2) h, rotations 8 (q + k),
-    MLP (3 + 6) · 2 f."""
-    spec, run = lab.model("Llama-3.1-8B"), Training(seq_len=1, precision="bf16", compile=True)
-    h, q, k, f = spec.hidden, spec.query_width, spec.key_width, spec.intermediate
-    assert fused_block(share_of(spec, run)) == 2 * 8 * h + 22 * h + 8 * (q + k) + 18 * f
-    assert moved(spec, run).loss == (8 + 4) * spec.vocab  # and zeros for the gradient of the logits that it returns
-    assert moved(spec, replace(run, kernels="fused-loss")).loss == 6 * spec.vocab  # Liger reads twice, writes once
-
-
-def swiglu(x):
-    """megatron/core/transformer/mlp.py, not fused."""
-    gate, other = torch.chunk(x, 2, dim=-1)
-    return torch.nn.functional.silu(gate) * (other + 0.0)
-
-
-def rotate(x, cosines, sines):
-    """megatron/core/models/common/embeddings/rope_utils.py, not fused."""
-    turned, kept = x[..., : cosines.shape[-1]], x[..., cosines.shape[-1] :]
-    first, second = torch.chunk(turned, 2, dim=-1)
-    turned = turned * cosines + torch.cat((-second, first), dim=-1) * sines
-    return torch.cat((turned, kept), dim=-1)
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that operators read and write; what fills with zeros reads nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            read = [] if func is torch.ops.aten.slice_backward.default else tree_leaves((args, kwargs))
-            self.bytes += sum(each.nbytes for each in [*read, *tree_leaves(out)] if isinstance(each, torch.Tensor))
-        return out
-
-
-def moved_by(function, *shapes):
-    """Return the bytes that `function` moves forward and backward, of the first of tensors in bf16 of `shapes`."""
-    tensors = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
-    traffic = Traffic()
-    with traffic:
-        made = function(tensors[0].requires_grad_(), *tensors[1:])
-    gradient = torch.ones_like(made)
-    with traffic:
-        made.backward(gradient)
-    return traffic.bytes
-
-
-def test_what_megatron_does_not_fuse_moves_what_its_operators_do():
-    spec, run = lab.model("Llama-3.1-8B"), Training(micro_batch=8, seq_len=8, stack="megatron")
-
-    def more(option, spec=spec):
-        return moved(spec, replace(run, stack=f"megatron:{option}=false")).blocks - moved(spec, run).blocks
-
-    tokens, Q, K, f = run.tokens, spec.query_width, spec.key_width, spec.intermediate
-    assert more("bias_swiglu_fusion") == spec.layers * (moved_by(swiglu, (tokens, 2 * f)) - 16 * tokens * f)
-    biased = lab.model({**spec.config, "mlp_bias": True})
-    assert more("bias_swiglu_fusion", biased) - more("bias_swiglu_fusion") == spec.layers * 2 * (2 + 2) * tokens * f
-    heads = (8, 8, (Q + K) // 128, 128), (8, 1, 1, 128), (8, 1, 1, 128)
-    fused = 8 * tokens * (Q + K)
-    assert more("apply_rope_fusion") == pytest.approx(spec.layers * (moved_by(rotate, *heads) - fused), rel=0.01)
-    own = "megatron:transformer_engine=false"
-    one, other = (replace(run, stack=stack, attention="eager") for stack in (own, f"{own},apply_rope_fusion=false"))
-    assert moved(spec, one) == moved(spec, other)  # its own layers have no such kernel
-
-
-def test_ligers_loss_multiplies_and_casts_the_heads_weight_once_a_chunk():
-    """32 chunks of 128 of Llama 3's 4,096 tokens. A frozen head in fp32 is cast for each of their two products under
-    autocast, a trained one for the first of them: the second's cast is cached."""
-    spec = lab.model("Llama-3.1-8B")
-    assert [loss_chunk(spec, tokens) for tokens in (1, 4096, 4097, 8192)] == [1, 128, 256, 256]
-    head = spec.vocab * spec.hidden
-    for lora, casts in ((None, 32 + 1), (LoRA(rank=8), 2 * 32)):
-        given = {"kernels": "liger", "lora": lora}
-        half, wide = (Training(4, 1024, precision=each, **given) for each in ("bf16", "autocast-bf16"))
-        assert moved(spec, wide).loss - moved(spec, half).loss == casts * (4 + 2) * head
-    plain, fused = (Training(4, 1024, precision="bf16", kernels=each) for each in (None, "liger"))
-    found = kernels("H100")
-    chunk = found.matmul(128, spec.vocab, spec.hidden, "bf16")
-    once = found.matmul(4096, spec.vocab, spec.hidden, "bf16")
-    more = passes(spec, fused, lab.gpu("H100")).products["head"] - passes(spec, plain, lab.gpu("H100")).products["head"]
-    assert more > 32 * chunk - once > 0

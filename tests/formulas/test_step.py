@@ -12,7 +12,6 @@ from benchmarks.time import efficiencies as derivation
 from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time.efficiency import efficiency
-from llmlab.formulas.time.elementwise import moved
 from llmlab.formulas.time.host import update_host_seconds
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.step import (
@@ -215,36 +214,6 @@ def test_a_report_says_what_peft_leaves_in_fp32(half):
     other = replace(run, precision="bf16", stack="torchtune")  # which trains adapters in half
     notes = lab.estimate("Llama-3.2-1B", other, "A100").notes
     assert not any(note.code == "fp32-around-quantized" for note in notes)
-
-
-def test_megatrons_kernels_move_what_they_read_and_write():
-    """Counted by hand for a GPT's block, tensors of the stream's size, all of 2 bytes, and masks of half of that.
-
-    forward   2 norms: read, write; 2 sums: a branch and the stream read, the stream and a mask written
-    backward  2 norms: input and gradient read, one written; 2 sums of the stream's two gradients; dropout's: gradient
-              and mask read, one written, and read for the bias
-    divided   GELU: 4 read, 4 written, and 8 and 4; biases of 3 and 4; gradients of queries, keys, values put together
-    """
-    config = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 1, "n_head": 8, "vocab_size": 50304, "n_positions": 2048,
-              "activation_function": "gelu"}  # fmt: skip
-    spec = lab.model(config)
-    assert spec.dropout == spec.attention_dropout == 0.1
-    forward, backward = 2 * 2 + 2 * 3.5, 2 * 3 + 2 * 3 + 2 * 2.5 + 2
-    kernels_, biases, joined = 8 + 12, 3 + 4, 2 * 3
-
-    def streams(**settings):
-        run = Training(**{"seq_len": 2048, "precision": "mixed-bf16", "stack": lab.Megatron(), **settings})
-        return moved(spec, run).blocks / (2 * 2048 * 1024)
-
-    assert streams() == pytest.approx(forward + backward + kernels_ + biases)
-    assert streams(tp=4) == pytest.approx(forward + backward + (kernels_ + biases) / 4)
-    divided = (forward + backward + kernels_ + biases) / 4
-    assert streams(tp=4, sequence_parallel=True) == pytest.approx(divided)
-    assert streams(checkpointing="full") == pytest.approx(streams() + forward + 8)
-    own = lab.Megatron(transformer_engine=False)
-    scores = 8 * 2048 / 1024  # by the stream's width: softmax and dropout, there and back, and what is put in order
-    eager = (4 + 5 + 6 + 5) / 2 * scores + 2
-    assert streams(stack=own) == pytest.approx(streams() + joined + eager)
 
 
 @pytest.mark.parametrize(("card", "prefers"), [("A100-80GB", False), ("H100", True), ("B200", True), ("L40S", False)])

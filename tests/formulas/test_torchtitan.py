@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
-from llmlab import Training
 from llmlab.formulas.memory.share import share_of
-from llmlab.formulas.time.products import products
 from llmlab.formulas.time.stacks.torchtitan import block
 
 LLAMA = lab.model("meta-llama/Meta-Llama-3-8B")  # h 4096, f 14336, Q 4096, K 1024, H 32
@@ -33,23 +31,6 @@ def test_peaks_of_its_own_code(given, simulated):
 def test_a_middle_stage_of_a_pipeline_has_neither_embedding_nor_head():
     run = lab.Training(seq_len=4096, dp=16, pp=4, accumulation=8, stack="torchtitan")
     assert "logits" not in lab.estimate(LLAMA, run, "H100-80GB").parts
-
-
-def test_torchtitan_computes_every_second_product_again():
-    """wq, wk, wv, wo, w1, w3, w2: the second of each pair is not kept (torchtitan's activation_checkpoint.py)."""
-    spec = lab.model("meta-llama/Llama-3.1-8B")
-    run = Training(seq_len=8192, dp=8, checkpointing="selective", stack=lab.Torchtitan())
-    widths = 4096 * 1024 + 4096 * 4096 + 4096 * 14336  # k_proj, o_proj, up_proj
-
-    def again(stack):
-        return sum(each.again * each.inputs * each.outputs for each in products(spec, replace(run, stack=stack)))
-
-    assert again(lab.Torchtitan()) == 32 * widths
-    blocks = sum(linear.inputs * linear.outputs * linear.count for linear in spec.linears if linear.part != "head")
-    last = 4096 * 14336 * 32  # what a block computes last is not needed again
-    assert again(lab.Torchtitan(ac="selective_layers", every=2)) == blocks // 2 != (blocks - last) // 2
-    run = Training(seq_len=8192, precision="mixed-bf16", checkpointing="selective", stack=lab.Megatron())
-    assert again(lab.Megatron()) == 0
 
 
 def test_eager_operators_of_a_block_move_what_they_read_and_write():

@@ -19,8 +19,9 @@ class Traffic(TorchDispatchMode):
         if not func.is_view and func._schema.name not in ("aten::detach", "aten::_unsafe_view"):
             for each in tree_leaves((args, kwargs, out)):
                 if torch.is_tensor(each):
-                    self.bytes += each.nbytes
-                    self.transposed += 0 if each.is_contiguous() else each.nbytes
+                    size = min(each.nbytes, each.untyped_storage().nbytes())  # what is expanded is read once
+                    self.bytes += size
+                    self.transposed += 0 if each.is_contiguous() else size
         return out
 
 
@@ -45,7 +46,7 @@ def test_rmsnorm_as_transformers_writes_it_out(dtype, trained):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_transposed_gradient_makes_others_transposed(dtype):
-    assert transposed_norm(dtype.itemsize) == pytest.approx(counted(dtype, across=True)[2], abs=0.5)
+    assert transposed_norm(dtype.itemsize) == pytest.approx(counted(dtype, across=True)[2], rel=0.15)
 
 
 def test_a_cast_reads_one_dtype_and_writes_the_other():

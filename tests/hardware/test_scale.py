@@ -5,7 +5,7 @@ import pytest
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.base.units import GiB
 from llmlab.hardware.gpu import gpu
-from llmlab.hardware.scale import SIZES, choose, scale
+from llmlab.hardware.scale import BIG_FROM, SIZES, T4_FROM, choose, scale
 from llmlab.specs.run import Training
 
 
@@ -64,3 +64,8 @@ def test_what_is_chosen_for_a_card_fits_it(cuda_host):
         picked = choose(cuda_host(name))
         run = Training(micro_batch=picked.micro_batch, seq_len=picked.seq_len, precision="fp32", attention="eager")
         assert estimate(picked.model, run, name).peak_allocated < 0.75 * gpu(name).memory
+
+
+def test_a_gpu_with_just_the_memory_of_a_scale_has_it(cuda_host):
+    for memory, name in ((BIG_FROM, "big"), (BIG_FROM - 1, "t4"), (T4_FROM, "t4"), (T4_FROM - 1, "cpu"), (None, "cpu")):
+        assert choose(cuda_host("T4", memory=memory)).name == name

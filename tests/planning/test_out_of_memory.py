@@ -23,6 +23,7 @@ def test_a_message_of_torch_is_read_number_by_number():
     assert (found.requested, found.free, found.unallocated) == (20 * MIB, round(13.81 * MIB), round(720.35 * MIB))
     assert found.outside == found.capacity - found.free - found.allocated - found.unallocated > 100 * MIB
     assert found.short == 0 and "expandable_segments:True" in found.advice
+    assert " GPU                      14.56 GiB   total memory\n" in str(found)
 
 
 def test_a_message_of_an_older_torch_is_read_too():

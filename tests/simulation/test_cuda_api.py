@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import llmlab as lab
+from llmlab.simulation.simulator import simulator
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
@@ -49,3 +50,37 @@ def test_a_memory_fraction_holds_from_then_on_and_other_devices_do_not_exist():
         for ask in (torch.cuda.mem_get_info, torch.cuda.memory_stats, torch.cuda.get_device_properties):
             with pytest.raises((RuntimeError, AssertionError), match="device"):
                 ask(1)
+
+
+def test_the_card_answers_for_itself():
+    with simulator("A100-40GB") as sim:
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
+        assert "A100" in torch.cuda.get_device_name(0)
+        assert torch.cuda.get_device_capability() == (8, 0)
+        assert torch.cuda.get_device_properties("cuda").total_memory == sim.gpu.memory
+        torch.cuda.synchronize()
+        torch.manual_seed(0)
+        torch.cuda.manual_seed_all(0)
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.empty(1, device="cuda:1")
+
+
+def test_default_device_is_shown_as_cuda(card):
+    torch.set_default_device("cuda")
+    assert torch.get_default_device() == torch.device("cuda", 0)
+    generator = torch.Generator(device="cuda")
+    assert generator.manual_seed(3).device.type == "cuda" and isinstance(generator, torch.Generator)
+    assert torch.randn(3, generator=generator).is_cuda and isinstance(torch.Generator(), torch.Generator)
+
+
+@pytest.mark.parametrize("how", ["environment", "call"])
+def test_a_script_s_own_allocator_settings_hold(how, monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    with simulator("T4") as sim:
+        if how == "environment":
+            monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        else:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        for size in range(20, 60):
+            torch.empty(size << 20, device="cuda", dtype=torch.uint8)
+        assert sim.reserved == 60 << 20

@@ -7,7 +7,6 @@ import pytest
 import llmlab as lab
 from llmlab.planning import levers
 from llmlab.simulation import tracing
-from llmlab.simulation.depth import depth_of, with_layers
 from llmlab.traces.kernels import Kernel, KernelFormula, KernelTrace
 from llmlab.traces.polynomials import Monomial, constant
 
@@ -17,7 +16,6 @@ TEXT = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "n
 BERT = {key: value for key, value in TEXT.items() if key not in ("num_key_value_heads", "head_dim")}
 OLMO = {"model_type": "olmo2", **TEXT}
 DEEP = {**OLMO, "num_hidden_layers": 12}
-GEMMA = {"model_type": "gemma3_text", **TEXT, "num_hidden_layers": 24, "sliding_window": 512}
 GPT_OSS = {"model_type": "gpt_oss", **TEXT, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
 DEEPSEEK = {**lab.model("deepseek-ai/DeepSeek-V3").config, "num_hidden_layers": 6, "n_routed_experts": 32, "n_group": 1,
             "topk_group": 1}  # fmt: skip
@@ -123,18 +121,6 @@ def test_sizes_like_which_there_are_too_few_have_a_trace_of_their_own(sequences,
     assert "derived" in [note.code for note in estimate.notes] and not capsys.readouterr().err
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.002)
     assert estimate.step_seconds == pytest.approx(simulation.step_seconds, rel=0.002)
-
-
-def test_layers_that_differ_repeat_in_groups():
-    """Gemma 3 has one layer of full attention after five with a window (arXiv 2503.19786, section 2)."""
-    depth = depth_of(lab.model(GEMMA))
-    assert (depth.first, depth.period, depth.least, depth.groups) == (0, 6, 12, 2)
-    assert depth.deeper("model.layers.5.mlp") == "model.layers.5.mlp"
-    assert depth.deeper("model.layers.6.mlp") == "model.layers.12.mlp"
-    assert depth_of(lab.model(OLMO)).period == 1
-    both = depth_of(lab.model(T5))
-    assert len(both.stacks) == 2 and both.layers == 6
-    assert with_layers(lab.model(T5), 3).layers == 6  # three of each
 
 
 def test_a_peak_is_explained_by_the_tensors_that_are_alive():

@@ -161,14 +161,6 @@ def test_gradients_of_each_sample_take_a_batch_of_gradients(card):
 # ---- torch.cuda
 
 
-def test_default_device_is_shown_as_cuda(card):
-    torch.set_default_device("cuda")
-    assert torch.get_default_device() == torch.device("cuda", 0)
-    generator = torch.Generator(device="cuda")
-    assert generator.manual_seed(3).device.type == "cuda" and isinstance(generator, torch.Generator)
-    assert torch.randn(3, generator=generator).is_cuda and isinstance(torch.Generator(), torch.Generator)
-
-
 def test_the_kernels_switched_off_are_not_taken(card):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -437,19 +429,6 @@ def test_a_loader_that_makes_its_own_workers_does_not_pin(card):
 def test_data_parallel_runs_on_the_one_card(card):
     model = nn.DataParallel(nn.Linear(4, 4)).cuda()
     assert model(torch.randn(2, 4)).device.type == "cuda"
-
-
-@pytest.mark.parametrize("how", ["environment", "call"])
-def test_a_script_s_own_allocator_settings_hold(how, monkeypatch):
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    with simulator("T4") as sim:
-        if how == "environment":
-            monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        else:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-        for size in range(20, 60):
-            torch.empty(size << 20, device="cuda", dtype=torch.uint8)
-        assert sim.reserved == 60 << 20
 
 
 def test_torch_distributed_optim_is_imported_inside():
