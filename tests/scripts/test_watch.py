@@ -265,6 +265,19 @@ for step in range(6):
     optimizers[step % 2].zero_grad()
     print("update")
 """),
+    "an optimizer that steps another twice": ("""
+class Sharpness(torch.optim.SGD):  # as SAM does
+    def step(self):
+        inner.step()
+        loss().backward()
+        inner.step()
+optimizer, inner = (kind(model.parameters(), lr=0.1) for kind in (Sharpness, torch.optim.SGD))
+""", """
+for step in range(6):
+    loss().backward()
+    print("update")
+    optimizer.step()
+"""),
     "a new optimizer for each": ("", """
 for step in range(6):
     optimizer = torch.optim.AdamW(model.parameters())
