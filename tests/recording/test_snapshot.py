@@ -9,7 +9,7 @@ import pytest
 
 from llmlab import SpecError
 from llmlab.recording.parts import Event
-from llmlab.recording.snapshot import growth, read_snapshot
+from llmlab.recording.snapshot import events_of_trace, growth, read_snapshot
 
 LINEAR = {"filename": "/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "forward"}
 CALL = {"filename": "/site-packages/torch/nn/modules/module.py", "line": 1, "name": "_call_impl"}
@@ -191,3 +191,9 @@ def test_the_parts_of_a_step_are_those_that_the_simulator_knows(simulated):
 def test_a_snapshot_is_read_without_torch(simulated):
     code = "import sys, llmlab; llmlab.fix(sys.argv[1]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(simulated[1])], check=True)
+
+
+def test_a_traces_times_are_microseconds_and_a_free_counts_when_it_completed():
+    entries = [{"action": action, "time_us": time, "addr": 9, "size": 100}
+               for time, action in enumerate(("alloc", "free_requested", "free_completed"), 5)]  # fmt: skip
+    assert events_of_trace(entries) == [Event(5000, 9, 512), Event(7000, 9, -512)]

@@ -20,6 +20,7 @@ def test_more_users_more_throughput_less_speed():
     assert [point.users for point in points][:3] == [1, 2, 4]
     assert all(a.tokens_per_second < b.tokens_per_second for a, b in pairwise(points))
     assert all(0.98 * a.tpot < b.tpot for a, b in pairwise(points))
+    assert [point.users for point in frontier(LLAMA, lab.Service(max_num_seqs=4), H100)] == [1, 2, 4]
 
 
 def test_separate_gpus_for_prompts_meet_the_service_level_with_no_longer_steps():

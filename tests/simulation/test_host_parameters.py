@@ -21,6 +21,16 @@ def test_parameters_are_made_of_the_class_that_one_had():
         assert sim.allocated == 512
 
 
+def test_parameters_of_before_are_fake_until_the_end_and_train_as_before():
+    model = nn.Linear(8, 8)
+    real = model.weight
+    model.bias.requires_grad_(False)
+    with simulator("T4"):
+        model.cuda()
+        assert model.weight is not real and model.weight.requires_grad and not model.bias.requires_grad
+    assert model.weight is real
+
+
 def test_models_whose_initialization_looks_at_values_are_made():
     config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
                                     image_size=32, patch_size=8)  # fmt: skip

@@ -33,6 +33,7 @@ def test_dimensions_are_coalesced_into_the_same_reduction(shape, data):
 @pytest.mark.parametrize(("shape", "dim", "sizes"), [  # an A100 has 108 multiprocessors for 4 blocks of threads each
     ((1 << 24,), None, (4, 4 * 108 * 4, 4)),  # one output, of which each block has a part, and a counter
     ((8192, 3072), 0, (4 * 3072, 4 * 3072 * ceil(108 * 16 / 24) * 128, 4 * 24)),  # columns: 24 groups of 32 × 4
+    ((8192, 3074), 0, (4 * 3074, 4 * 3074 * ceil(108 * 8 / 49) * 64, 4 * 49)),  # pairs of columns: 49 groups of 32 × 2
     ((1020, 4096), 0, (4 * 4096,)),  # fewer than 256 values per thread
     ((8192, 4096), 1, (4 * 8192,)),  # enough outputs to fill the GPU
 ])  # fmt: skip
