@@ -58,8 +58,8 @@ OPTIONS = (
     click.option("--assume", type=float, metavar="X",
                  help="Number that the script receives when it reads an unknown value, such as a loss, from the GPU. "
                  "Values are unknown because most simulated tensors hold no data. Default: 1.0, or 0 for an integer. "
-                 "If the script prints such a value directly, it prints ?. After float(), int() or bool(), it prints this "
-                 "number."),
+                 "If the script prints such a value directly, it prints ?. After float(), int() or bool(), it prints "
+                 "this number."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
                  help="FILE is the config.json of a model that the script loads by NAME. You can repeat --config."),
     click.option("--data", multiple=True, metavar="NAME=FILE",
