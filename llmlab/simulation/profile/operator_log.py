@@ -246,8 +246,8 @@ def _classify(
         kind = "gather" if name in GATHERS else "strided" if strided else "memory"
         if name == "aten::nll_loss_forward":
             kind, largest = "serial", args[1].numel()
-        shape = (largest, sum(tensor.numel() for tensor in outputs)) if "_foreach" in name else (largest,)
-        return kind, shape, _dtype(outputs[0]) if outputs else ""
+        all_elements = (sum(tensor.numel() for tensor in outputs),) if "_foreach" in name else ()
+        return kind, (largest, *all_elements), _dtype(outputs[0]) if outputs else ""
     if "attention" in name:
         first = 1 if "backward" in name else 0
         query, key, op = args[first], args[first + 1], Operator(func, args, kwargs)
