@@ -42,14 +42,14 @@ PLAIN = "huggingface"  # the scripts' name for plain PyTorch
 GPU = "A100-80GB"
 HEADER = ["operator, mode", "rows", "exact to the byte", "largest error"]
 EMBEDDING = (
-    "The embedding script is simulated whole: torch.compile's runs leave tables on the card. No source says when those "
-    f"go; that it is at compilations {' and '.join(map(str, DROPS))} of {COMPILATIONS} is read off the script's rows, "
-    "Liger's and the compiled ones included."
+    "We simulate the whole embedding script, because its runs under torch.compile leave tables on the GPU. No source "
+    "says when they are freed. From the script's rows, we infer that this happens at compilations "
+    f"{' and '.join(map(str, DROPS))} of {COMPILATIONS}."
 )
 HOLE = 8 * MiB
 HOLES = (
-    f"The row that is low is so by what a request of {{}} B leaves of a free block of {HOLE // MiB} MiB: a rest below "
-    "1 MiB is not cut off. In the simulated process no block of that size is free."
+    f"One row is too low: its request of {{}} B received a free block of {HOLE // MiB} MiB, and the allocator does not "
+    "split off a rest of less than 1 MiB. In the simulated process no block of that size is free."
 )
 REPEATS = 3  # of the ten runs: the first has no gradients yet, the others are alike
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: torch.float32}

@@ -219,10 +219,11 @@ def to_markdown(simulated: dict[str, int], made: str) -> str:
     title = f"**Simulated against measured, BERT-large trained on a {GPU}, 512 tokens per sequence**"
     rows = [row(name, size) for name, size in simulated.items()]
     notes = [
-        "- The simulated run is of a PyTorch before 1.10: its softmax kept its input too, and its autocast computed "
-        "GELU in fp32, so its input was kept at twice the bytes. Today's takes less where nothing is recomputed.",
-        f"- The context is the published one without the {SMALL_SEGMENT // MiB} MiB segment of the 1 × 1 tensor that "
-        "was on the card when it was read.",
+        "- The simulated run is of a PyTorch before 1.10. Its softmax also kept its input, and its autocast computed "
+        "GELU in fp32, so the input of GELU needed twice the bytes. Today's PyTorch needs less where nothing is "
+        "recomputed.",
+        f"- The published context includes a segment of {SMALL_SEGMENT // MiB} MiB for a 1 × 1 tensor, which we "
+        "subtract.",
         f"- Source: {figure('bert-large-training-memory').source}; NVML's figure, which is in whole MiB.",
     ]
     return "\n".join([title, "", *table(HEADER, rows), "", *notes, "", made])

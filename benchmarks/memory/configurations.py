@@ -13,7 +13,7 @@ from llmlab.base.units import MiB
 KEY = ("model", "quantization", "attention", "micro_batch", "seq_len")
 ALLOCATED, RESERVED, TRACKED = "llmlab simulate", "llmlab simulate, reserved", "MemTracker"
 BAR = 0.05  # what the worst error of reserved bytes should stay within
-TITLE = "Each configuration, peaks in MiB; where it was measured more than once, each different figure"
+TITLE = "Each configuration, peaks in MiB; where it was measured more than once, each different value"
 HEADER = [
     "model, base, attention, batch × tokens", "allocated", "simulated", "error", "reserved", "simulated", "error",
     "MemTracker's error",
@@ -102,10 +102,10 @@ def loads(base: str, rows: list[Row]) -> list[str]:
     differ = {model: sizes for model, sizes in loaded.items() if len(sizes) > 1}
     if differ:
         model, sizes = max(differ.items(), key=lambda item: spread(list(item[1])))
-        text = f"{said}: {len(differ)} of {len(loaded)} models are not the same bytes every time they are loaded; "
-        text += f"{model} held {' or '.join(map(mebibytes, sorted(sizes, reverse=True)))} MiB."
+        text = f"{said}: {len(differ)} of {len(loaded)} models allocate a different number of bytes each time they "
+        text += f"are loaded; {model} allocated {' or '.join(map(mebibytes, sorted(sizes, reverse=True)))} MiB."
     else:
-        text = f"{said}: each model holds the same bytes every time it is loaded."
+        text = f"{said}: each model allocates the same bytes every time it is loaded."
     sessions: dict[str, list[float]] = {}
     for row in rows:
         sessions.setdefault(row["session"], []).append(abs(errors(row, RESERVED, "peak_reserved")))

@@ -29,7 +29,7 @@ PHASE_BAR = 0.01
 
 SESSIONS = "How each session loaded its NF4 bases, as the allocated bytes reveal"
 SESSIONS_HEADER = ["session", "rows", "peak as loaded in order, to 1 MiB", "peak as in one of the draws, to 1 MiB",
-                   "so loaded"]  # fmt: skip
+                   "conclusion"]  # fmt: skip
 HELD = f"MiB allocated when an NF4 model was loaded: measured, and simulated in order and in {DRAWS} draws of threads"
 HELD_HEADER = ["model", "measured", "in order", "threads: least – median – most"]
 

@@ -30,8 +30,10 @@ from llmlab.formulas.memory.states import states
 
 SCHEMA = 2
 GROUPS = ("model", "attention", "quantization")
-LOADS = "The same model loaded again, each time by a new process: MiB allocated then, each different figure"
-LOADS_HEADER = ["model, base", "loads", "allocated", "an error no one number avoids"]
+LOADS = (
+    "The same model loaded again, each time by a new process: MiB allocated after loading; equal values are listed once"
+)
+LOADS_HEADER = ["model, base", "loads", "allocated", "smallest worst-case error of one prediction"]
 FAIRNESS = (
     "The rows are fitcheck-llm's own measurement archive, and its README says that its constants were fitted to 49 "
     "runs of it: its errors here are of a fit, not of a prediction. llmlab's formulas hold no constant fitted to these "
@@ -207,8 +209,8 @@ def floors(rows: list[dict[str, Any]]) -> list[str]:
             said.append(f"{kind}: repeats reserve the same bytes, so that a prediction can be exact.")
             continue
         said.append(
-            f"{kind}: one number cannot be right for repeats that differ, of one session or of two. Whatever it is, it "
-            f"misses a row of {farthest} by {repeated[farthest]:.1%} or more of its reserved bytes."
+            f"{kind}: if repeats of a row differ, within a session or between two, one prediction cannot match all of "
+            f"them. For {farthest}, any prediction is wrong by at least {repeated[farthest]:.1%} of the reserved bytes."
         )
     return said
 

@@ -31,7 +31,7 @@ from llmlab.specs.model import ModelSpec
 from llmlab.specs.run import Inference, Run, stack_of
 
 SHARE = 0.95  # of a kind's draws, which its factor covers
-OF_DRAWS = ["steps drawn at random", "steps", "median", "95 %", "most", "covered by the other half's 95 %",
+OF_DRAWS = ["steps drawn at random", "steps", "median", "95 %", "most", "below the other half's 95th percentile",
             "of them on several GPUs", "covered by 95 % of all", "reserved / allocated, 95 %",
             "expandable segments / allocated, 95 %", "loaded by threads, 95 %"]  # fmt: skip
 
@@ -155,8 +155,8 @@ def main(out: Path | None) -> None:
     lines = [[what, f"{most:,.0f}", f"{reserved:,.0f}", f"{reserved / most:.3f}"] for what, most, reserved in RANKS]
     shares = [reserved / most for _, most, reserved in RANKS]
     own = (
-        f"- Megatron-LM's ranks reserved {min(shares):.3f} to {max(shares):.3f} times their peak, the median "
-        f"{median(shares):.3f}: {MEGATRON.holes:.2f} is the bound of its steps."
+        f"- Megatron-LM's ranks reserved {min(shares):.3f} to {max(shares):.3f} times their peak, with a median "
+        f"of {median(shares):.3f}. We therefore allow its steps {MEGATRON.holes:.2f} times their peak."
     )
     header = ["Megatron-LM, as ranks printed it", "max allocated, MB", "max reserved, MB", "reserved / allocated"]
     text = "\n".join([*of_draws(), *of_published(), *table(header, lines), "", own, "", provenance("llmlab")])

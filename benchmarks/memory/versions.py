@@ -22,7 +22,7 @@ from benchmarks.provenance import provenance, titled_table, write
 from llmlab import Report
 from llmlab.base.units import MiB
 
-TITLE = "Reserved bytes in MiB, as the rows' libraries compute and load, and as those installed do"
+TITLE = "Reserved MiB, simulated with the library versions of the measured rows and with the installed ones"
 HEADER = ["model, base, attention, batch × tokens", "measured", "as installed", "in order",
           "threads: least – median – most", "error"]  # fmt: skip
 

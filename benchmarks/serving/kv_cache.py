@@ -62,7 +62,7 @@ def off(row: dict[str, str], predicted: float) -> float:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write kv_cache.md into this folder.")
 def main(out: Path | None) -> None:
     """Compare the KV cache with what vLLM logged."""
-    lines = ["| vLLM | model | GPUs | logged, GiB | predicted | off | why, over 12 % |",
+    lines = ["| vLLM | model | GPUs | logged, GiB | predicted | off | cause, if off by more than 12 % |",
              "| --- | --- | --- | ---: | ---: | ---: | --- |"]  # fmt: skip
     errors: list[tuple[bool, float]] = []
     for row, found in logs():

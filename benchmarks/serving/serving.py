@@ -182,14 +182,14 @@ def compared(every: int) -> Iterator[Row | str]:
             continue
         service = service_of(row)
         if service is None:
-            yield "several nodes, or experts divided otherwise"
+            yield "several nodes, or another placement of experts"
             continue
         gpu = lab.gpu(GPUS.get(row["gpu"], row["gpu"]))
         try:
             spec = spec_of(row["model"])
             values = predicted(row, spec, service, gpu)
         except UnknownName:
-            yield "no preset"
+            yield "the model has no preset in llmlab"
         except SpecError as error:
             yield str(error).split(":")[0]
         else:

@@ -197,7 +197,7 @@ def text(found: Pairs) -> Iterator[str]:
     lines = [[card, base, str(errors(own)), str(errors(other)), "yes" if errors(other).median <= TRANSFER_BAR else "no"]
              for card, base, own, other in moved]  # fmt: skip
     header = ["card", "whose kernels stand for it", "with its own kernels", "without them", "median at most 15 %"]
-    yield from titled_table("Cards without their own kernels", header, lines)
+    yield from titled_table("GPUs predicted from the kernels of another GPU", header, lines)
     header = ["run", "measured", "predicted", "error", "10–90 %", "inside", *(name.split()[0] for name in answers)]
     for group, mine in groups.items():
         lines = [_line(row, it, [by_id[row.id] for by_id in answers.values()]) for row, it in mine]

@@ -182,7 +182,7 @@ def speeds(done: list[Job]) -> list[str]:
             held = f"{sum(map(inside, group)) / len(group):.0%}"
             rows.append([name, str(len(group)), *shown(errors(group)), held, *afterwards])
     header = ["jobs", "number", "median error", "90th percentile", "signed", "inside the 80 % interval",
-              "median with the job's own network test", "and with the slow host"]  # fmt: skip
+              "median with the job's own network test", "and with the minimum time of a layer"]  # fmt: skip
     return titled_table("Tokens per second", header, rows)
 
 

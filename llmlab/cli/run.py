@@ -45,8 +45,8 @@ OPTIONS = (
     click.option("--steps", type=int, metavar="N",
                  help="End the script after N optimizer steps. Default: run the script to its end."),
     click.option("--world-size", type=int, metavar="N",
-                 help="Number of ranks. Default: --nodes times --gpus-per-node, if one of them is given; otherwise the number "
-                 "from the launcher, otherwise 1."),
+                 help="Number of ranks. Default: --nodes times --gpus-per-node, if one of them is given; otherwise the "
+                 "number from the launcher, otherwise 1."),
     click.option("--rank", type=int, default=0, metavar="N",
                  help="Rank to simulate. The first rank is 0. Default: 0."),
     click.option("--nodes", type=int, metavar="N",
@@ -58,7 +58,8 @@ OPTIONS = (
     click.option("--assume", type=float, metavar="X",
                  help="Number that the script receives when it reads an unknown value, such as a loss, from the GPU. "
                  "Values are unknown because most simulated tensors hold no data. Default: 1.0, or 0 for an integer. "
-                 "If the script prints such a value directly, it prints ?. After float(), int() or bool(), it prints this number."),
+                 "If the script prints such a value directly, it prints ?. After float(), int() or bool(), it prints "
+                 "this number."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
                  help="FILE is the config.json of a model that the script loads by NAME. You can repeat --config."),
     click.option("--data", multiple=True, metavar="NAME=FILE",

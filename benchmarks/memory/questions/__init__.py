@@ -158,24 +158,25 @@ TOOLS = (
     ),
     Tool(
         "llmlab simulate, reserved", "llmlab", simulated_reserved, "the run", "peak_reserved",
-        "The same simulation, held to what the allocator reserved; no other tool here says that figure alone.",
+        "The same simulation, compared with the reserved bytes. No other tool here predicts reserved bytes alone.",
     ),
     Tool(
         "fitcheck tensors", "fitcheck-llm", fitcheck_tensors, "the run", "peak_allocated",
         "fitcheck.estimate(): its total without C_overhead, which its README calls the five physical formulas. "
-        "efficient is asked for as flash_attn=True, which on a T4 is its name for SDPA's memory-efficient backend.",
+        "For rows with *efficient* attention we pass flash_attn=True, by which fitcheck means SDPA's memory-efficient "
+        "backend on a T4.",
     ),
     Tool(
         "fitcheck total", "fitcheck-llm", fitcheck_total, "the run", "process",
-        "fitcheck.estimate(): the total it prints. It predicts what the driver shows, so it is held to reserved + CUDA "
-        "context.",
+        "fitcheck.estimate(): the total it prints. It predicts what the driver shows, so we compare it with the "
+        "reserved bytes plus the CUDA context.",
     ),
     Tool(
         "MemTracker", "torch", mem_tracker_peak, "the run, by its tensors", "peak_allocated",
-        "torch.distributed._tools' MemTracker: the same step on fake CPU tensors. It is given room for frozen "
-        "parameters, whose hooks torch refuses. It knows no allocator, and cannot run a base in NF4, whose parameters "
-        "cannot be made of fake tensors. It misses most where the peak is in the backward of eager attention's "
-        "softmax: the CPU's takes less than CUDA's.",
+        "torch.distributed._tools' MemTracker: the same step on fake CPU tensors. We add the bytes of frozen "
+        "parameters, because torch refuses hooks on them. MemTracker does not model the allocator, and it cannot run "
+        "models in NF4, because their parameters cannot be fake tensors. Its errors are largest where the peak is in "
+        "the backward pass of eager attention's softmax, which needs less memory on a CPU than on CUDA.",
     ),
     Tool(
         "accelerate training", "accelerate", accelerate_training, "full fine-tuning, batch 1", "peak_allocated",
