@@ -21,7 +21,7 @@ def test_fits(simulated_gpu):
 
 def run(pytester, *options, **files):
     pytester.makepyfile(**{name: TEST.format(**sizes) for name, sizes in files.items()})
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
 
 
 def test_what_it_took_is_stored_and_what_grows_or_fills_the_card_fails(pytester):
