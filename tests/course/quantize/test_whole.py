@@ -152,7 +152,7 @@ def test_keys_lose_least_a_channel_at_a_time_and_two_bits_cost_little(model, hel
         return ppl(changed, held_out) / exact - 1
 
     exact = ppl(model, held_out)
-    assert abs(cost(8)) < 2e-3 and cost(4) < (two_bits := cost(2)) < cost(2, "token")
+    assert abs(cost(8)) < 2e-3 and cost(4) < cost(2) < cost(2, "token")
 
 
 # ---- the libraries
