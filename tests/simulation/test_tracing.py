@@ -19,7 +19,7 @@ OLMO = {"model_type": "olmo2", **TEXT}
 DEEP = {**OLMO, "num_hidden_layers": 8, "max_position_embeddings": 8192}
 GEMMA = {"model_type": "gemma3_text", **TEXT, "num_hidden_layers": 24, "sliding_window": 512}
 GPT_OSS = {"model_type": "gpt_oss", **TEXT, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
-DEEPSEEK = {**lab.model("deepseek-ai/DeepSeek-V3").config, "num_hidden_layers": 6, "n_routed_experts": 16, "n_group": 1,
+DEEPSEEK = {**lab.model("deepseek-ai/DeepSeek-V3").config, "num_hidden_layers": 6, "n_routed_experts": 32, "n_group": 1,
             "topk_group": 1}  # fmt: skip
 MIXTRAL = {"model_type": "mixtral", **TEXT, "num_hidden_layers": 6, "num_local_experts": 8, "num_experts_per_tok": 2,
            "intermediate_size": 14336}  # fmt: skip
@@ -43,7 +43,7 @@ def cache(tmp_path_factory):
         (OLMO, {"precision": "autocast-bf16", "checkpointing": "full"}),
         (OLMO, {"lora": lab.LoRA(8)}),
         (OLMO, {"dp": 8}),
-        (OLMO, {"accumulation": 3, "dp": 8, "zero": 2, "precision": "mixed-bf16"}),
+        (OLMO, {"accumulation": 4, "dp": 8, "zero": 2, "precision": "mixed-bf16"}),
         (DEEP, {"dp": 8, "zero": 3, "precision": "mixed-bf16", "checkpointing": "full"}),
         (GPT_OSS, {"checkpointing": "full"}),
         (DEEPSEEK, {"dp": 32, "zero": 3, "precision": "mixed-bf16"}),  # too few layers for one further group
