@@ -72,9 +72,8 @@ def test_the_micro_batch_before_keeps_int8_inputs_until_there_is_the_next_loss(q
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_a_weight_is_dequantized_for_its_product_in_half_and_is_gone_at_the_loss(family, words, agree):
     """Of Phi-3's gate_up_proj NF4 makes 32 MiB."""
-    wide = LLAMA | {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": words, "num_hidden_layers": 3}
-    wide["model_type"] = family
-    wide |= {"pad_token_id": 0, "sliding_window": None} if family == "phi3" else {}
+    wide = LLAMA | {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": words, "model_type": family}
+    wide |= {"pad_token_id": 0, "sliding_window": None, "num_hidden_layers": 3} if family == "phi3" else {}
     lora = lab.LoRA(rank=8, targets=("qkv_proj",) if family == "phi3" else ("q_proj", "v_proj"))
     run = lab.Training(1, T, "bf16", lora=lora, quantization="nf4", checkpointing="full")
     agree(wide, run, "A100-40GB")

@@ -14,8 +14,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS refuses me
 
 
 def run_out(config):
-    """Run in a process of its own, which then has its address space limited: a step that fits, one that does not, and
-    the first again."""
+    """Run in a process of its own, whose memory is then limited: a step that fits, one that does not, the first."""
     import resource
 
     small, big = lab.Training(seq_len=64), lab.Training(micro_batch=100, seq_len=128)

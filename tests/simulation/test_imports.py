@@ -127,8 +127,7 @@ for name, module in list(sys.modules.items()):
             ours.append((name, attribute))
 assert copying.copyfile is shutil.copyfile and not ours, ours
 assert not torch.cuda.is_available() and "bitsandbytes.backends.cuda.ops" not in sys.modules
-import bitsandbytes.functional as F
-assert F.fill.__module__ == F.__name__
+assert bitsandbytes.functional.fill.__module__ == bitsandbytes.functional.__name__
 """
 
 

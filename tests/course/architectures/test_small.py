@@ -21,7 +21,6 @@ from llmlab.course.architectures.small import (
     stated,
 )
 from llmlab.course.evaluate import perplexity, small_perplexity
-from llmlab.course.techniques import training_loop
 from llmlab.course.techniques.training_loop import SMALL, SMALL_LLAMA, main
 from llmlab.data import split, tokenizer
 
@@ -114,7 +113,7 @@ def test_a_broken_recipe_says_so(copy):
 
 
 def test_one_command_trains_it_again_and_states_what_it_got(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training_loop, "split", lambda *given: [ids[:2048] for ids in split(*given)])
+    monkeypatch.setattr(f"{main.__module__}.split", lambda *given: [ids[:2048] for ids in split(*given)])
     main(["--small", "--steps", "2", "--warmup", "1", "--micro-batch", "2", "--eval-batches", "1", "--device", "cpu",
           "--out", str(tmp_path)])  # fmt: skip
     facts = stated(tmp_path)
