@@ -81,7 +81,7 @@ class Megatron(StackOptions):
     """
 
     name = "megatron"
-    families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "phi3")
+    families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3")
     own_kernels = True  # core/fusions, Apex's, Transformer Engine's
     own_sums = True  # core/distributed/param_and_grad_buffer.py
     ties_heads = True

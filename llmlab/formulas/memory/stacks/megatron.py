@@ -11,6 +11,7 @@ from typing import Literal
 
 from ....specs.parameters import ROW_PARALLEL
 from ....specs.stacks import Megatron
+from ...again import module_again
 from ..float8 import ACTIVATION
 from ..share import Share, adapted
 from .described import Block, Cut, Height, Kept, Loss
@@ -77,6 +78,7 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     recipe, stack = share.run.fp8_recipe, Megatron.of(share.run)
     # transformer/mlp.py, glu: SiLU of one half, times the other with glu_linear_offset added
     unfused = spec.gated and not stack.bias_swiglu_fusion
+    inner = "m" if spec.experts else "f"
     storage: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
     once = ACTIVATION[recipe] if recipe else 1
     sent = routed(share)
@@ -109,9 +111,9 @@ def _saved(share: Share) -> tuple[Kept, ...]:
         read("linear_fc1: its input", "linear inputs", "h", "tokens", once, "mlp", False),
         *_routing(share),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
-        Kept("activation: its input", "mlp", "f", "product", "heads", sent * (2 if spec.gated else 1)),
-        Kept("activation: what SiLU and the offset's sum made", "mlp", "f", "product", "heads", 2 if unfused else 0),
-        read("linear_fc2: its input", "mlp", "f", "heads", sent * once, "mlp", True),
+        Kept("activation: its input", "mlp", inner, "product", "heads", sent * (2 if spec.gated else 1)),
+        Kept("activation: what SiLU and the offset's sum made", "mlp", inner, "product", "heads", 2 if unfused else 0),
+        read("linear_fc2: its input", "mlp", inner, "heads", sent * once, "mlp", True),
         Kept("mlp_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
     )  # fmt: skip
 
@@ -153,6 +155,17 @@ def _attention(share: Share) -> tuple[Kept, ...]:
         Kept("core_attention: queries", "q, k, v", "Q", "product", "heads"),
         Kept("core_attention: keys, values", "q, k, v", "Q" if grouped and unfused else "K", "product", "heads", 2),
     ]
+    if own and grouped and spec.qk_norm and module_again(run, "core_attn"):  # its inputs are not yet copied to all heads
+        rows[1:] = [Kept("core_attention: keys", "q, k, v", "K", "product", "heads"),
+                    Kept("core_attention: keys, values, of all heads", "scores", "Q", "product", "heads", 2)]  # fmt: skip
+    if spec.qk_norm:
+        # Each norm's output is a new tensor, and its input stays. TE's norms save a copy of it (ops/basic/rmsnorm.py).
+        # PyTorch's save the matmul's whole output, of which keys are a view, and a copy of grouped queries.
+        times = 0 if own and not grouped else 2 if own else 1
+        rows.append(Kept("q_layernorm: its input", "q, k, v", "Q", "product", "heads", times))
+        rows.append(Kept("k_layernorm: its input", "q, k, v", "K", "product", "heads", times))
+        rows.append(Kept("q_layernorm: statistics", "norms", "H", "fp32", "heads"))
+        rows.append(Kept("k_layernorm: statistics", "norms", "G", "fp32", "heads"))
     if own and rotated and not grouped:
         rows.append(Kept("core_attention: queries, rotated", "q, k, v", "Q", "product", "heads"))
         rows.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
