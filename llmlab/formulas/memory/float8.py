@@ -74,5 +74,8 @@ def gathered_less(spec: ModelSpec, run: Training, width: int, layers: int) -> in
 
 
 def _elements(spec: ModelSpec, run: Training, layers: int) -> int:
-    """Return a rank's elements of the converted weights of so many layers."""
-    return sum(linear.elements for linear in converted(spec, run)) * layers // spec.layers // run.tp
+    """Return a rank's elements of the converted weights of so many layers, with those of experts if TE converts
+    them."""
+    dense = sum(linear.elements for linear in converted(spec, run)) // run.tp
+    experts = 0 if run.fp8 else spec.parameters_by_component["experts"] // (run.expert_tp * run.ep)
+    return (dense + experts) * layers // spec.layers

@@ -107,9 +107,8 @@ def _saved(share: Share) -> tuple[Kept, ...]:
         Kept("self_attn_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
         Kept("pre_mlp_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("pre_mlp_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
-        # With experts, this is the input of their router.
-        read("linear_fc1: its input", "linear inputs", "h", "tokens", once, "mlp", False),
-        *_routing(share),
+        *(_routing(share) if spec.experts else ()),
+        read("linear_fc1: its input", "linear inputs", "h", "tokens", sent * once, "mlp", False),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
         Kept("activation: its input", "mlp", inner, "product", "heads", sent * (2 if spec.gated else 1)),
         Kept("activation: what SiLU and the offset's sum made", "mlp", inner, "product", "heads", 2 if unfused else 0),
@@ -131,14 +130,12 @@ def _routing(share: Share) -> tuple[Kept, ...]:
     """Return the lines between the norm and the experts: transformer/moe/router.py, moe_utils.py, and
     token_dispatcher.py with all-to-all."""
     spec, sent = share.spec, routed(share)
-    if not spec.experts:
-        return ()
     # The top experts and their softmax in fp32; for each expert, its probability and whether it is chosen; for each
     # chosen token, its position, twice, and its probability.
     chosen, places = (8 + 4) * spec.experts_per_token + (2 + 1) * spec.experts, (8 + 8 + 2) * sent
     return (
+        Kept("router: its input", "linear inputs", "h", "product", "tokens"),
         Kept("router: who goes where", "router", "1", "byte", "tokens", chosen + places),
-        Kept("experts: their inputs", "linear inputs", "h", "product", "tokens", sent),
     )
 
 
