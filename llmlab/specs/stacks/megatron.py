@@ -83,7 +83,8 @@ class Megatron(StackOptions):
     `moe_flex_dispatcher_backend` (--moe-token-dispatcher-type flex) sends a token once to each rank that has some of
     its experts, and not once to each expert as all-to-all does. `overlap_moe_expert_parallel_comm` runs the forward
     pass of one micro-batch and the backward pass of another concurrently, so that each hides the other's communication
-    with experts.
+    with experts. `use_transformer_engine_op_fuser` (with fp8_recipe "mxfp8") computes the experts' SwiGLU and its
+    casts within the matmuls, as Transformer Engine's grouped MLP does with interleaved weights.
     `expandable_segments` is that of PYTORCH_CUDA_ALLOC_CONF, which Megatron-Bridge's recipes set. Adapters (`lora`) are
     those of Megatron-Bridge for Transformer Engine's layers (megatron/bridge/peft/canonical_lora.py): in 16 bits, with
     main weights and moments in fp32, and without dropout, which is not described. They are estimated, not simulated.
@@ -144,6 +145,7 @@ class Megatron(StackOptions):
     expert_tensor_parallel_size: int | None = None
     moe_flex_dispatcher_backend: Dispatcher | None = None
     overlap_moe_expert_parallel_comm: bool = False
+    use_transformer_engine_op_fuser: bool = False
     fp8_param_gather: bool = False
     use_precision_aware_optimizer: bool = False
     distributed_fused_adam: FusedAdam | None = None
@@ -168,6 +170,9 @@ class Megatron(StackOptions):
         if self.fp8_recipe and not self.transformer_engine:
             option = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
             raise SpecError(f"{option}: Megatron's own layers have no fp8; give one of the two")
+        if self.use_transformer_engine_op_fuser and self.fp8_recipe != "mxfp8":
+            raise SpecError("use_transformer_engine_op_fuser=True needs fp8_recipe='mxfp8', for which its kernels exist "
+                            "(ops/fused/forward_grouped_mlp.py); give both")  # fmt: skip
         if self.fp8_param_gather and not self.fp8_recipe:
             raise SpecError("fp8_param_gather=True needs fp8_recipe; give one")
         limit = self.wgrad_deferral_limit
@@ -336,9 +341,9 @@ class Megatron(StackOptions):
 
     def _check_experts(self, spec: ModelSpec, run: Any) -> None:
         if not spec.experts:
-            if self.cuda_graph_impl == "transformer_engine":
-                raise SpecError(f"cuda_graph_impl='transformer_engine' with {spec.name}: graphs of modules are "
-                                "described for experts only; leave it out")  # fmt: skip
+            for option in ("cuda_graph_impl='transformer_engine'", "use_transformer_engine_op_fuser=True"):
+                if repr(getattr(self, option.partition("=")[0])) == option.partition("=")[2]:
+                    raise SpecError(f"{option} with {spec.name} is described for experts only; leave it out")
             if self.moe_expert_capacity_factor is not None:
                 option = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
                 raise SpecError(f"{option}, which has no experts; leave it out")

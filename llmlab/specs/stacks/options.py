@@ -77,6 +77,7 @@ class StackOptions(Spec):
     expert_tensor_parallel_size: int | None = None  # the ranks that divide each expert; None: those of tp
     moe_flex_dispatcher_backend: str | None = None  # which sends a token to a rank once; None: all-to-all
     overlap_moe_expert_parallel_comm: bool = False  # whether computation hides the communication with experts
+    use_transformer_engine_op_fuser: bool = False  # whether experts' matmuls compute SwiGLU and cast its result
     deepspeed: bool = False  # whether DeepSpeed's engine runs Megatron-LM's model
     cuda_launch_blocking: bool = False  # whether the host waits for each kernel
     cuda_graph_impl: str | None = None  # CUDA graphs: of all passes of a step, or of modules

@@ -60,6 +60,8 @@ def block(share: Share) -> float:
     if spec.gated and not stack.bias_swiglu_fusion:
         biases = 2 * inputs if spec.mlp_bias else 0
         activated = Pass((UNFUSED_SWIGLU.forward + biases) * width, UNFUSED_SWIGLU.backward * width)
+    if stack.use_transformer_engine_op_fuser:
+        activated = Pass(0, 0)
     rotation = Pass(0, 0) if spec.learned_positions else Pass(2, 2) if stack.rotates_at_once else UNFUSED_ROTATION
     joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
     forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
