@@ -41,8 +41,8 @@ def shown(found: Pairs) -> list[list[str]]:
         graphs = {None: "", "full_iteration": ", one graph", "transformer_engine": ", graphs of modules"}
         degrees += graphs[run.stack.cuda_graph_impl]
         lines.append([f"{row.label}, {run.world_size} × {row.card}", f"{degrees}, {run.micro_batch} × {run.seq_len:,}",
-                      row.citation.rpartition("container ")[2].partition(",")[0], f"{row.measured:,.0f}", f"{it.rate or 0:,.0f}", error,
-                      inside])  # fmt: skip
+                      row.citation.rpartition("container ")[2].partition(",")[0], f"{row.measured:,.0f}",
+                      f"{it.rate or 0:,.0f}", error, inside])  # fmt: skip
     return lines
 
 

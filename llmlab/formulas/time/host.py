@@ -237,7 +237,7 @@ def started(spec: ModelSpec, run: Training) -> Operators:
     if ends := ENDS.get(stack_of(run).name):
         total = total.plus(MEGATRON_EXPERTS.times(spec.moe_layers))
         if stack_of(run).cuda_graph_impl:
-            total = total.times(1 - sum(GRAPHED[module] for module in stack_of(run).cuda_graph_scope))
+            total = total.times(1 - sum(GRAPHED[module] for module in stack_of(run).cuda_graph_modules))
         total = total.plus(ends)
     elif not stack_of(run).own_model:
         total = total.plus(TRANSFORMERS_ENDS[spec.norm]).plus(_of_family(spec, run))

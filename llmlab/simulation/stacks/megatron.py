@@ -54,7 +54,8 @@ def check(spec: ModelSpec, run: Training) -> None:
         raise NotAvailable("simulate has no loss of Transformer Engine, whose kernel needs a GPU: give "
                            f"cross_entropy_fusion_impl=native, which is Megatron's own, or {see}")  # fmt: skip
     kernels = {"use_precision_aware_optimizer": "Transformer Engine's Adam", "distributed_fused_adam": "Apex's Adam",
-               "defer_embedding_wgrad_compute": "Apex's fused weight gradient"}  # fmt: skip
+               "defer_embedding_wgrad_compute": "Apex's fused weight gradient",
+               "moe_flex_dispatcher_backend": "flexible dispatcher's communication"}  # fmt: skip
     for option, whose in kernels.items():
         if value := getattr(stack, option):
             raise NotAvailable(f"{option}={value!r}: simulate has no {whose}, a kernel that needs a GPU: leave it out, "

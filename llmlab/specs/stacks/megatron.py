@@ -20,7 +20,7 @@ FusedLoss = Literal["native", "te"]
 CudaGraphs = Literal["full_iteration", "transformer_engine"]
 Dispatcher = Literal["deepep", "hybridep"]
 FusedAdam = Literal["fp32", "bf16"]
-GRAPHED = {"attn", "moe_router", "moe_preprocess"}  # modules of --cuda-graph-scope that are described
+GRAPHED = {"attn", "moe_router", "moe_preprocess"}  # modules of --cuda-graph-modules that are described
 RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
 
 
@@ -56,9 +56,9 @@ class Megatron(StackOptions):
     memory is a lower bound, and it seldom "fits" (formulas/verdict.py, MEGATRON_DEEPSPEED).
     `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: each kernel is launched only when the one before it has finished.
     `cuda_graph_impl` "full_iteration" has all passes of a step in one CUDA graph, so that nothing waits for the host
-    (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-scope full_iteration). The
+    (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-modules full_iteration). The
     memory of the graph's own pool is not counted. "transformer_engine" has a graph of each layer's modules in
-    `cuda_graph_scope`, and is described for mixtures only. Such runs are estimated, not simulated.
+    `cuda_graph_modules`, and is described for mixtures only. Such runs are estimated, not simulated.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
     one, which needs more memory than the unfused loss, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
     pre-training set "native". `virtual_pipeline` is the number of model chunks per rank
@@ -136,7 +136,7 @@ class Megatron(StackOptions):
     deepspeed: bool = False
     cuda_launch_blocking: bool = False
     cuda_graph_impl: CudaGraphs | None = None
-    cuda_graph_scope: tuple[str, ...] = ("attn", "moe_router", "moe_preprocess")
+    cuda_graph_modules: tuple[str, ...] = ("attn", "moe_router", "moe_preprocess")
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
@@ -171,7 +171,7 @@ class Megatron(StackOptions):
             option = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
             raise SpecError(f"{option}: Megatron's own layers have no fp8; give one of the two")
         if self.use_transformer_engine_op_fuser and self.fp8_recipe != "mxfp8":
-            raise SpecError("use_transformer_engine_op_fuser=True needs fp8_recipe='mxfp8', for which its kernels exist "
+            raise SpecError("use_transformer_engine_op_fuser=True needs fp8_recipe='mxfp8', for which its kernels are "
                             "(ops/fused/forward_grouped_mlp.py); give both")  # fmt: skip
         if self.fp8_param_gather and not self.fp8_recipe:
             raise SpecError("fp8_param_gather=True needs fp8_recipe; give one")
@@ -188,11 +188,11 @@ class Megatron(StackOptions):
         if not modules or not set(modules) <= RECOMPUTED:
             raise SpecError(f"recompute_modules={modules!r} is not one or both of {', '.join(sorted(RECOMPUTED))}")
         object.__setattr__(self, "recompute_modules", modules)
-        scope = self.cuda_graph_scope
+        scope = self.cuda_graph_modules
         scope = tuple(scope.split() if isinstance(scope, str) else scope)
         if not set(scope) <= GRAPHED:
-            raise SpecError(f"cuda_graph_scope={scope!r} is not among {', '.join(sorted(GRAPHED))}")
-        object.__setattr__(self, "cuda_graph_scope", scope)
+            raise SpecError(f"cuda_graph_modules={scope!r} is not among {', '.join(sorted(GRAPHED))}")
+        object.__setattr__(self, "cuda_graph_modules", scope)
         if self.recompute == "selective" and self.recompute_method:
             raise SpecError(f"recompute_method={self.recompute_method!r} needs recompute='full'")
 
@@ -341,13 +341,17 @@ class Megatron(StackOptions):
 
     def _check_experts(self, spec: ModelSpec, run: Any) -> None:
         if not spec.experts:
-            for option in ("cuda_graph_impl='transformer_engine'", "use_transformer_engine_op_fuser=True"):
-                if repr(getattr(self, option.partition("=")[0])) == option.partition("=")[2]:
-                    raise SpecError(f"{option} with {spec.name} is described for experts only; leave it out")
+            for option, value in {"cuda_graph_impl": "transformer_engine", "use_transformer_engine_op_fuser": True,
+                                  "overlap_moe_expert_parallel_comm": True}.items():  # fmt: skip
+                if getattr(self, option) == value:
+                    raise SpecError(f"{option}={value!r} with {spec.name} is described for experts only; leave it out")
             if self.moe_expert_capacity_factor is not None:
                 option = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
                 raise SpecError(f"{option}, which has no experts; leave it out")
             return
+        if spec.dense_layers or spec.shared_experts:
+            raise SpecError(f"stack='megatron' does not support {spec.name}, which has layers without experts, or "
+                            "shared experts; give another stack")  # fmt: skip
         option = f"stack='megatron' does not support {spec.name}, whose MLPs are experts,"
         if run.expert_tp > 1:
             raise SpecError(f"{option} with tp={run.tp}; give expert_tensor_parallel_size=1, or tp=1, and ep")

@@ -81,7 +81,7 @@ class StackOptions(Spec):
     deepspeed: bool = False  # whether DeepSpeed's engine runs Megatron-LM's model
     cuda_launch_blocking: bool = False  # whether the host waits for each kernel
     cuda_graph_impl: str | None = None  # CUDA graphs: of all passes of a step, or of modules
-    cuda_graph_scope: tuple[str, ...] = ()  # these modules
+    cuda_graph_modules: tuple[str, ...] = ()  # these modules
 
     def __new__(cls, *args: Any, **options: Any) -> StackOptions:
         for option in options:

@@ -152,9 +152,11 @@ def _attention(share: Share) -> tuple[Kept, ...]:
         Kept("core_attention: queries", "q, k, v", "Q", "product", "heads"),
         Kept("core_attention: keys, values", "q, k, v", "Q" if grouped and unfused else "K", "product", "heads", 2),
     ]
-    if own and grouped and spec.qk_norm and module_again(run, "core_attn"):  # its inputs are not yet copied to all heads
-        rows[1:] = [Kept("core_attention: keys", "q, k, v", "K", "product", "heads"),
-                    Kept("core_attention: keys, values, of all heads", "scores", "Q", "product", "heads", 2)]  # fmt: skip
+    if own and grouped and spec.qk_norm and module_again(run, "core_attn"):  # its inputs are those before the copies
+        rows[1:] = (
+            Kept("core_attention: keys", "q, k, v", "K", "product", "heads"),
+            Kept("core_attention: keys, values, of all heads", "scores", "Q", "product", "heads", 2),
+        )
     if spec.qk_norm:
         # Each norm's output is a new tensor, and its input stays. TE's norms save a copy of it (ops/basic/rmsnorm.py).
         # PyTorch's save the matmul's whole output, of which keys are a view, and a copy of grouped queries.
