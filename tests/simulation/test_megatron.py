@@ -194,13 +194,13 @@ def test_experts_on_several_ranks_are_spread_and_their_states_with_them():
 
 
 @needs_megatron
-@pytest.mark.parametrize(("tp", "dp", "ep", "whole"), [(2, 4, 8, True), (2, 4, 2, True), (1, 8, 4, False)])
+@pytest.mark.parametrize(("tp", "dp", "ep", "whole"), [(2, 4, 8, True), (2, 4, 2, False), (1, 8, 4, False)])
 def test_megatrons_own_ranks_share_experts(tp, dp, ep, whole):
     """Its generator of expert ranks lays out neighbours as `expert_stride` says, also where ep exceeds dp."""
     from megatron.core.parallel_state import RankGenerator
 
-    options = {"sequence_parallel": tp > 1, "stack": f"megatron:expert_tensor_parallel_size={1 if whole else None}"}
-    run = lab.Training(dp=dp, tp=tp, ep=ep, pp=2, accumulation=2, **options)
+    stack = lab.Megatron(expert_tensor_parallel_size=1 if whole else None)
+    run = lab.Training(dp=dp, tp=tp, ep=ep, pp=2, accumulation=2, sequence_parallel=tp > 1, stack=stack)
     share = run.expert_tp
     own = RankGenerator(tp=share, ep=ep, dp=dp * tp // (share * ep), pp=2, cp=1, order="tp-cp-ep-dp-pp")
     assert own.get_ranks("ep")[0] == [run.expert_stride * rank for rank in range(ep)]

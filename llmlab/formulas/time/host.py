@@ -109,9 +109,9 @@ MEGATRON = Operators(118, 84, 92, 92)
 # embedding, last norm, head, loss and schedule. This is 93 to 130 operators of a Llama's forward and 64 to 100 of its
 # backward pass (as above, whole steps).
 MEGATRON_ENDS = Operators(100, 70, 74, 74)
-# Operators that a layer with experts adds to `MEGATRON`: it takes 1.65 times a dense layer's forward and 1.41 times its
-# backward pass, all experts as one (benchmarks/time/megatron_host.py, 2026-11-30). And the shares of that layer's time
-# that CUDA graphs of modules replace.
+# Operators that a layer with experts adds to `MEGATRON`. With a grouped matmul, it takes 1.65 times a dense layer's
+# forward and 1.41 times its backward pass, in five rounds 1.6 to 1.7 and 1.3 to 1.6 (benchmarks/time/megatron_host.py,
+# 2026-11-30). `GRAPHED`: the shares of this layer's time that CUDA graphs of modules replace.
 MEGATRON_EXPERTS = Operators(77, 55, 38, 38)
 GRAPHED = {"attn": 0.35, "moe_router": 0.11, "moe_preprocess": 0.1}
 STAGES = {("deepspeed", 1): Operators(10, 50, 0, 0), ("deepspeed", 2): Operators(1, 26, 9, 36)}
