@@ -57,7 +57,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, V, h, L, a, positions):
         super().__init__()
-        self.wte = nn.Embedding(V, h)  # the names are those of OpenAI's code
+        self.wte = nn.Embedding(V, h)  # the names are those of transformers' GPT-2
         self.wpe = nn.Embedding(positions, h)
         self.h = nn.ModuleList(Block(h, a) for _ in range(L))
         self.ln_f = nn.LayerNorm(h)

@@ -45,8 +45,8 @@ class Settings(Protocol):
 
 DEEPSPEED_COMMON: dict[str, Any] = {
     "gradient_clipping": 0.0,  # the default is 1.0, which would clip gradients
-    "zero_allow_untested_optimizer": True,  # torch's own optimizers
-    "zero_force_ds_cpu_optimizer": False,  # likewise, if states are on the CPU
+    "zero_allow_untested_optimizer": True,  # such as SGD
+    "zero_force_ds_cpu_optimizer": False,  # torch's AdamW is allowed if states are on the CPU
 }
 # DeepSpeed's sections of each precision (deepspeed/runtime/precision_config.py, torch_autocast.py).
 DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {

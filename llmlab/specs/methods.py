@@ -1,7 +1,8 @@
 """What each training method adds to a step: sequences, other models, passes without gradients, and the loss's head.
 
-The trainers are those of TRL 1.16 (trl/trainer and trl/experimental). PPO, which TRL has removed, is described as GRPO
-with a value and a reward model (Schulman et al., arXiv 1707.06347; Ouyang et al., arXiv 2203.02155).
+The trainers are those of TRL 1.16 (trl/trainer and trl/experimental), but the loss of SFT is that of transformers. PPO,
+which TRL has removed, is described as GRPO with a value and a reward model (Schulman et al., arXiv 1707.06347; Ouyang
+et al., arXiv 2203.02155).
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ class Kernel(NamedTuple):
     "strided", "serial", "memory", "sent" (a collective, timed in formulas/time/distributed.py) or "none" (a view).
 
     `shape` is (batch, M, N, K) of a matmul, (batch · heads, T, S, head size, causal) of attention, else (elements of
-    the largest tensor,). `launches` is the number of kernels it starts, `backward` says whether autograd's engine calls
-    it, and `phase` is the step's phase in which it runs. It moves `again` more bytes if rows of `row` bytes do not fit
-    in the cache. `compiled`: a graph from torch.compile launches it, instead of Python operator by operator.
+    the largest tensor,), and of an operator on lists also the elements of all tensors. `launches` is the number of
+    kernels it starts, `backward` says whether autograd's engine calls it, and `phase` is the step's phase in which it
+    runs. It moves `again` more bytes if rows of `row` bytes do not fit in the cache. `compiled`: a graph from
+    torch.compile launches it, instead of Python operator by operator.
     """
 
     name: str

@@ -58,6 +58,15 @@ def test_only_the_linear_layers_of_the_job_lie_right_of_the_ridge():
     assert right == {"mm"}
 
 
+def test_each_of_adamws_eight_operators_counts_one_flop_per_parameter():
+    from llmlab.simulation.report import recorded
+
+    shallow = lab.model(SPEC.config | {"num_hidden_layers": 1})
+    operators = recorded(shallow, RUN, lab.gpu(GPU)).operators.by_operator()
+    adamw = [size for (_, name), size in operators.items() if name.startswith("_foreach")]
+    assert sum(flop for flop, *_ in adamw) == 8 * shallow.parameters
+
+
 def test_an_h200_waits_for_the_host_with_few_tokens():
     times = [
         lab.estimate(MODEL, replace(RUN, micro_batch=1, seq_len=length, precision="autocast-bf16"), "H200")

@@ -25,7 +25,7 @@ def deepspeed_config(stage: int) -> dict:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "zero_optimization": {"stage": stage},
-        **DEEPSPEED_COMMON,  # it allows torch's AdamW, which the Trainer creates
+        **DEEPSPEED_COMMON,  # with offloading, it allows torch's AdamW, which the Trainer creates
         "gradient_clipping": "auto",
     }
 

@@ -50,7 +50,7 @@ def over_the_step() -> list[tuple[str, int]]:
 def persistence(threshold: int) -> int:
     """Return the bytes of parameters on this rank between the steps of DeepSpeed's stage 3.
 
-    Parameters with fewer elements than `threshold` (stage3_param_persistence_threshold) stay whole.
+    Parameters with at most `threshold` elements (stage3_param_persistence_threshold) stay whole.
     """
     model = new_gpt()
     engine = deepspeed(model, 3, stage3_param_persistence_threshold=threshold)

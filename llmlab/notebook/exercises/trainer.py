@@ -34,6 +34,7 @@ largest = {
     "10 bytes, and 5 for each sequence": lambda f: f(lambda b: 10 + 5 * b, 31) == 4,
     "exactly full": lambda f: f(lambda b: 10 + 5 * b, 30) == 4,
     "not even one": lambda f: f(lambda b: 10 + 5 * b, 14) == 0,
+    "one may peak in the update": lambda f: [f(lambda b: max(10 + 5 * b, 18), room) for room in (17, 18)] == [0, 1],
     "GPT-2 on a T4": lambda f: f(_gpt2_peak, _room) == _largest_by_trying(_room),
 }
 

@@ -150,7 +150,7 @@ class Operators(list):
                 raise NotAvailable(f"{self._kernels.gpu.name} has no units for {kernel.kind} in {kernel.dtype}")
             name = kernel.name.split("::")[-1] + (f" {kernel.shape}" if kind == "matmul" else "")
             flop, moved, spent = sums.get((kind, name), (0.0, 0.0, 0.0))
-            done = kernel.flops or (kernel.shape[0] if kernel.shape else 1)
+            done = kernel.flops or (kernel.shape[-1] if kernel.shape else 1)
             sums[kind, name] = (flop + done, moved + kernel.bytes, spent + seconds)
         return sums
 
@@ -246,7 +246,8 @@ def _classify(
         kind = "gather" if name in GATHERS else "strided" if strided else "memory"
         if name == "aten::nll_loss_forward":
             kind, largest = "serial", args[1].numel()
-        return kind, (largest,), _dtype(outputs[0]) if outputs else ""
+        all_elements = (sum(tensor.numel() for tensor in outputs),) if "_foreach" in name else ()
+        return kind, (largest, *all_elements), _dtype(outputs[0]) if outputs else ""
     if "attention" in name:
         first = 1 if "backward" in name else 0
         query, key, op = args[first], args[first + 1], Operator(func, args, kwargs)
