@@ -9,10 +9,11 @@ torchtitan's recipes have it: the head stays in bf16.
     tensorwise   one scale per tensor; FSDP2 gathers weights in fp8 (enable_fsdp_float8_all_gather)
     rowwise      one scale per row, of each operand along its own dimension; weights are gathered in bf16
 
-Transformer Engine (TE) casts for the same three products in the layers of Megatron-LM's blocks; attention and head stay
-in bf16. It keeps a layer's input for backward as it multiplies it then, in fp8 (pytorch/module/layernorm_linear.py,
-linear.py), and each weight in fp8 beside the half one, cast once per step (module/base.py, get_weight_workspace), or,
-with Megatron-LM's --fp8-param-gather, instead of it (module/base.py, reset_parameters; NeMo's fp8_params).
+Transformer Engine (TE) casts for the same three products in the layers of Megatron-LM's blocks, routed experts
+included; attention, router and head stay in bf16. It keeps a layer's input for backward as it multiplies it then, in
+fp8 (pytorch/module/layernorm_linear.py, linear.py), and each weight in fp8 beside the half one, cast once per step
+(module/base.py, get_weight_workspace), or, with Megatron-LM's --fp8-param-gather, instead of it (module/base.py,
+reset_parameters; NeMo's fp8_params).
 
     delayed      one scale per tensor, from the maxima of steps before: of one, Megatron-LM's --fp8-amax-history-len
     tensorwise   one scale per tensor, from its own maximum ("current scaling")

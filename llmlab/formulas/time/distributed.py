@@ -200,7 +200,7 @@ def step(
     m, sent = run.accumulation, _sent(spec, run, cluster, gpu_kernels, known, overlap)
     forward = counted.forward / counted.total
     if spec.experts and stack_of(run).counts_tokens_on_host:
-        # Neither pass begins to be launched before the other has run.
+        # The host waits for the GPU in each forward pass, so it launches neither pass while the GPU runs the other.
         launched, on_gpu = forward_share(spec, run, gpu_kernels.host), block.gpu + m * sent.within
         parts = (forward, launched), (1 - forward, 1 - launched)
         block = block._replace(host=sum(max(mine * on_gpu, theirs * block.host) for mine, theirs in parts))

@@ -56,7 +56,7 @@ class Megatron(StackOptions):
     memory is a lower bound, and it seldom "fits" (formulas/verdict.py, MEGATRON_DEEPSPEED).
     `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: each kernel is launched only when the one before it has finished.
     `cuda_graph_impl` "full_iteration" has all passes of a step in one CUDA graph, so that nothing waits for the host
-    (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-modules full_iteration). The
+    (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-scope full_iteration). The
     memory of the graph's own pool is not counted. "transformer_engine" has a graph of each layer's modules in
     `cuda_graph_modules`, and is described for mixtures only. Such runs are estimated, not simulated.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
@@ -81,10 +81,11 @@ class Megatron(StackOptions):
     `expert_tensor_parallel_size` 1 leaves each expert whole, so that `ep` divides all ranks of a stage. It is
     necessary with experts and tp > 1, because experts that tensor parallelism divides are not described.
     `moe_flex_dispatcher_backend` (--moe-token-dispatcher-type flex) sends a token once to each rank that has some of
-    its experts, and not once to each expert as all-to-all does. `overlap_moe_expert_parallel_comm` runs the forward
-    pass of one micro-batch and the backward pass of another concurrently, so that each hides the other's communication
-    with experts. `use_transformer_engine_op_fuser` (with fp8_recipe "mxfp8") computes the experts' SwiGLU and its
-    casts within the matmuls, as Transformer Engine's grouped MLP does with interleaved weights.
+    its experts, and not once to each expert as all-to-all does; its buffers are not counted.
+    `overlap_moe_expert_parallel_comm` runs the forward pass of one micro-batch and the backward pass of another
+    concurrently, so that each hides the other's communication with experts; the additional activations are not counted.
+    `use_transformer_engine_op_fuser` (with fp8_recipe "mxfp8") computes the experts' SwiGLU and its casts within the
+    matmuls, as Transformer Engine's grouped MLP does with interleaved weights.
     `expandable_segments` is that of PYTORCH_CUDA_ALLOC_CONF, which Megatron-Bridge's recipes set. Adapters (`lora`) are
     those of Megatron-Bridge for Transformer Engine's layers (megatron/bridge/peft/canonical_lora.py): in 16 bits, with
     main weights and moments in fp32, and without dropout, which is not described. They are estimated, not simulated.
@@ -188,11 +189,11 @@ class Megatron(StackOptions):
         if not modules or not set(modules) <= RECOMPUTED:
             raise SpecError(f"recompute_modules={modules!r} is not one or both of {', '.join(sorted(RECOMPUTED))}")
         object.__setattr__(self, "recompute_modules", modules)
-        scope = self.cuda_graph_modules
-        scope = tuple(scope.split() if isinstance(scope, str) else scope)
-        if not set(scope) <= GRAPHED:
-            raise SpecError(f"cuda_graph_modules={scope!r} is not among {', '.join(sorted(GRAPHED))}")
-        object.__setattr__(self, "cuda_graph_modules", scope)
+        graphed = self.cuda_graph_modules
+        graphed = tuple(graphed.split() if isinstance(graphed, str) else graphed)
+        if not set(graphed) <= GRAPHED:
+            raise SpecError(f"cuda_graph_modules={graphed!r} is not among {', '.join(sorted(GRAPHED))}")
+        object.__setattr__(self, "cuda_graph_modules", graphed)
         if self.recompute == "selective" and self.recompute_method:
             raise SpecError(f"recompute_method={self.recompute_method!r} needs recompute='full'")
 
