@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -182,7 +181,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
 
 
 def losses_of_two_ranks(folder):
-    return capstone.run(SCALE, capstone.Session(Path(folder), place())).get("losses")
+    return capstone.run(SCALE, capstone.Session(folder, place())).get("losses")
 
 
 def test_the_files_of_a_plan_start_the_same_run_under_every_launcher(finished, tmp_path):
@@ -205,7 +204,7 @@ def test_the_files_of_a_plan_start_the_same_run_under_every_launcher(finished, t
         return json.loads((out / "report.json").read_text())["losses"]["pretrain"]
 
     capstone.main(["--scale", "test", "--out", str(tmp_path / "alone")])  # as python -m does
-    by_ddp = launch(losses_of_two_ranks, 2, str(tmp_path / "ddp"), patience=120)[0]  # torchrun sets what launch sets
+    by_ddp = launch(losses_of_two_ranks, 2, tmp_path / "ddp", patience=120)[0]  # torchrun sets what launch sets
     assert by_ddp["pretrain"] == pytest.approx(losses(tmp_path / "alone"), abs=2e-3)
     for name, command in starts.items():
         out = tmp_path / name
