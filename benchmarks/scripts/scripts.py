@@ -266,7 +266,8 @@ def report(results: list[Result]) -> str:
         f"{number} {several.get(outcome, outcome) if number > 1 else outcome}"
         for outcome, number in counted.items() if number
     )  # fmt: skip
-    repositories = len({result.repository for result in results})
+    # torchtitan-v0.2.2 and torchtitan-2024-12 are two versions of one repository
+    repositories = len({re.sub(r"-v?\d.*", "", result.repository) for result in results})
     answered = [result for result in results if result.outcome in ANSWERED]
     others = [result for result in results if result.outcome not in ANSWERED]
     minutes = sum(result.seconds for result in results) / 60

@@ -49,7 +49,8 @@ class Moved(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What one rung moves forward and backward; `unit` is the bytes of reading its input once (of rope: q and k)."""
+    """What one rung moves forward and backward; `unit` is the bytes of reading its input once (of rope: q and k, of
+    swiglu: the gate)."""
 
     rung: int
     forward: Moved

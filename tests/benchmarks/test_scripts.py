@@ -119,3 +119,9 @@ def test_the_table_of_scripts_can_be_read():
     cases = scripts.read_cases(FOLDER / "scripts" / "scripts.toml")
     for case in cases.values():
         assert (case.published is None) == (not case.source) and case.place and case.run
+
+
+def test_versions_of_a_repository_count_once():
+    names = ("torchtitan-v0.2.2", "torchtitan-2024-12", "llama2.c", "open-r1")
+    results = [scripts.Result("x", name, "train.py", "T4", "not supported", 1.0) for name in names]
+    assert "4 command lines from 3 repositories" in scripts.report(results)

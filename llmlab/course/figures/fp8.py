@@ -128,7 +128,7 @@ def draw_border(layers: Sequence[Layer], activation: float, weight: float, limit
     below `limit`.
     """
     picture, (ax,) = new_picture(3.8, width=PHONE)
-    widths = [2 ** (step / 20) for step in range(180, 281)]
+    widths = [2 ** (step / 200) for step in range(1800, 2801)]
     least = 2 * activation / limit
     border = [(n, weight / (limit - 2 * activation / n)) for n in widths if n > least * 1.001]
     x, y = zip(*((n, tokens) for n, tokens in border if tokens < 2**15), strict=True)

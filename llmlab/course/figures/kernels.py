@@ -78,11 +78,13 @@ def draw_graph_break() -> Picture:
     box(ax, LEFT, 184, WIDTH, 40, "one graph: norm, × 2", FUSED)
     box(ax, LEFT, 268, WIDTH, 24, "memory of the GPU", MEMORY)
     link(ax, (30, 268), (30, 224), "x", color=READ)
-    link(ax, (364, 224), (364, 268), "2y", color=WRITTEN)
+    for x, name in ((300, "y"), (364, "2y")):
+        link(ax, (x, 224), (x, 268), name, color=WRITTEN)
     return finished(
         picture,
         "Above: the first graph computes the norm and writes y to memory. Python waits for a number of it, and the "
-        "second graph reads y again. Below: without .item() there is a single graph, and y stays in registers.",
+        "second graph reads y again. Below: without .item() there is a single graph. It writes y, of which the list "
+        "holds a view, and 2y, and nothing reads y again.",
     )
 
 

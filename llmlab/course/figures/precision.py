@@ -74,9 +74,9 @@ def draw_loss_scaler() -> Picture:
     link(ax, (310, 184), (310, 208))
     box(ax, 12, 208, 170, 50, "2,000 finite steps in\na row: scale × 2", WHITE)
     box(ax, 225, 208, 163, 50, "scale ÷ 2, and count\nfrom 0 again", WHITE)
-    ax.plot([97, 97, 200], [258, 290, 290], color=MUTED)
-    ax.plot([310, 310, 200], [258, 290, 290], color=MUTED)
-    link(ax, (203, 290), (203, 108 + 2), color=MUTED)
+    ax.plot([97, 97], [258, 282], color=MUTED)
+    ax.plot([310, 310, 4, 4, 100], [258, 282, 282, 29, 29], color=MUTED)
+    link(ax, (98, 29), (110, 29), color=MUTED)
     label(ax, 12, 306, "The next step starts at the top with the new scale.")
     return finished(
         picture,

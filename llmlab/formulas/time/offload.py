@@ -8,7 +8,7 @@ CPUs of the host run Adam, which is limited by the host's memory bandwidth.
     optimizer               gradients are copied during the backward pass, updated weights during the update
     optimizer+parameters    weights are copied for the forward pass and again for the backward pass
 
-The sums of the gradients of several micro-batches are not counted.
+Sums of the gradients of several micro-batches on the host are not counted. The passes count those on a single GPU.
 
 ZeRO-Offload (arXiv 2101.06840, sections 4 and 5), ZeRO-Infinity (arXiv 2104.07857, section 5).
 """
