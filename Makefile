@@ -157,6 +157,7 @@ benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead,
 	$(BIN)/python -m benchmarks.agreement.decoding --out benchmarks/results
 	$(BIN)/python -m benchmarks.time.ultrascale --out benchmarks/results
 	$(BIN)/python -m benchmarks.time.reinforcement --out benchmarks/results
+	$(BIN)/python -m benchmarks.time.mixtures --out benchmarks/results
 	$(BIN)/python -m benchmarks.time.throughput --out benchmarks/results
 	$(BIN)/python -m benchmarks.memory.measured --out benchmarks/results
 	$(BIN)/python -m benchmarks.speed.speed --out benchmarks/results

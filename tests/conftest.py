@@ -25,7 +25,8 @@ if not Path("/proc/driver/nvidia/version").exists():
 
 
 # What most ranks of tests import. transformers' trainer imports PEFT, which imports bitsandbytes.
-launching.PRELOADED += ["pytest", "transformers.models.llama.modeling_llama", "transformers.trainer"]
+launching.PRELOADED += ["pytest", "transformers.models.llama.modeling_llama", "transformers.trainer",
+                        "llmlab.course.experiments.model_engines", "llmlab.formulas.report"]  # fmt: skip
 
 IMPORTED = pytest.StashKey[int]()
 

@@ -12,6 +12,10 @@ Then whole steps in bf16, as train_step of Megatron-LM (megatron/training/traini
 gradients set to zero, the schedule with one micro-batch and with two, and the update by each of Megatron's optimizers
 of half weights. What no layer has is a micro-batch's or the step's, in operators of a Llama's block:
 `MEGATRON_ENDS`, `STEPPED`, `CLEARED` and `MASTERED`. Timers have level 0, their default, which starts none in a step.
+
+Last, a layer with experts, whose own class multiplies one after another: with two and with four local experts, from
+which follows the time with all of them in one grouped matmul. The parts of its forward pass that CUDA graphs can
+replace are timed alone (`MEGATRON_EXPERTS`, `GRAPHED`). All-to-alls are left out, because one process starts none.
 """
 
 from __future__ import annotations
@@ -49,19 +53,30 @@ class Norm(nn.LayerNorm):
         super().__init__(hidden_size, eps)
 
 
-def gpt(depth: int, **settings: Any) -> tuple[Any, nn.Module]:
-    """Return megatron-core's configuration of a GPT of `depth` tiny layers, and the GPT."""
+def gpt(depth: int, experts: int | None = None, **settings: Any) -> tuple[Any, nn.Module]:
+    """Return megatron-core's configuration of a GPT of `depth` tiny layers, and the GPT; with `experts`, norms of
+    queries and keys, and no dropout, as in Qwen 3."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+    dropout = 0.0 if experts else 0.1
+    if experts:
+        settings |= {
+            "num_moe_experts": experts, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "add_bias_linear": False,
+            "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none", "qk_layernorm": True,
+            "gated_linear_unit": True, "activation_func": nn.functional.silu, "bias_activation_fusion": True,
+        }  # fmt: skip
     config = TransformerConfig(
         num_layers=depth, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, use_cpu_initialization=True,
-        hidden_dropout=0.1, attention_dropout=0.1, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        **settings,
+        hidden_dropout=dropout, attention_dropout=dropout, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, **settings,
     )  # fmt: skip
-    layer = get_gpt_layer_local_spec()
+    layer = get_gpt_layer_local_spec(experts, qk_layernorm=bool(experts))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if experts:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = Norm
     return config, GPTModel(config, layer, 128, 16, position_embedding_type="learned_absolute")
 
 
@@ -70,11 +85,11 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return torch.zeros(1, 8, dtype=torch.long), torch.arange(8)[None], torch.zeros(1, 1, 8, 8).bool()
 
 
-def megatron(depth: int) -> Run:
+def megatron(depth: int, experts: int | None = None) -> Run:
     """Return a run of megatron-core's GPT of `depth` tiny layers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    config, whole = gpt(depth)
+    config, whole = gpt(depth, experts)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), whole)
     ids, places, mask = inputs()
 
@@ -158,6 +173,42 @@ def training(depth: int, shared: bool, batches: int = 1) -> Step:
     return patched
 
 
+def pieces(forward: Run, rounds: int) -> dict[str, float]:
+    """Return the seconds of forward passes in which attention, the router and its preparation of the exchange run, and
+    the seconds of all."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    seconds = dict.fromkeys(("all", "attn", "moe_router", "moe_preprocess"), 0.0)
+
+    def timing(name: str, method: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            result = method(*args, **kwargs)
+            seconds[name] += time.thread_time() - start
+            return result
+
+        return run
+
+    with ExitStack() as patched:
+        for kind, method, name in ((TransformerLayer, "_forward_attention", "attn"), (MoELayer, "route", "moe_router"),
+                                   (MoELayer, "preprocess", "moe_preprocess")):  # fmt: skip
+            patched.enter_context(mock.patch.object(kind, method, timing(name, getattr(kind, method))))
+        for _ in range(rounds):
+            seconds["all"] += forward()[0]
+    return seconds
+
+
+class Stream:
+    """A CUDA stream or event, on which every call does nothing."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *args, **settings: Stream()
+
+
 def on_cpu(patched: ExitStack) -> None:
     """Let Megatron find a CPU where it names a card, and functions that start nothing in the place of kernels that take
     lists: Apex's, but torch's fused AdamW for its Adam."""
@@ -180,6 +231,11 @@ def on_cpu(patched: ExitStack) -> None:
     enter(mock.patch(CORE + "transformer.transformer_block.LayerNormImpl", Norm))
     enter(mock.patch.object(Tensor, "type", named))
     enter(mock.patch.object(Tensor, "cuda", lambda tensor: tensor))
+    for name in ("Stream", "Event"):
+        enter(mock.patch(f"torch.cuda.{name}", Stream))
+    enter(mock.patch("torch.cuda.current_stream", Stream))
+    enter(mock.patch("torch.cuda.stream", nullcontext))
+    enter(mock.patch(CORE + "transformer.moe.moe_utils.te_general_gemm", None, create=True))
     for name in ("zeros", "tensor"):
         enter(mock.patch.object(torch, name, made(getattr(torch, name))))
     for module in ("clip_grads", "optimizer"):
@@ -205,6 +261,7 @@ def main(rounds: int) -> None:
         kinds: dict[str, Callable[[int], Any]] = {
             "own": megatron, "llama": llama, "whole": partial(training, shared=False),
             "shared": partial(training, shared=True), "twice": partial(training, shared=True, batches=2),
+            "two experts": partial(megatron, experts=2), "four": partial(megatron, experts=4),
         }  # fmt: skip
         runs = {(kind, depth): made(depth) for kind, made in kinds.items() for depth in (SHALLOW, DEEP)}
         least: dict[tuple[str, int], tuple[float, ...]] = {}
@@ -214,6 +271,8 @@ def main(rounds: int) -> None:
                 for taken in (run(), run()):
                     least[key] = tuple(map(min, least.get(key, taken), taken))
 
+        parts = pieces(runs["two experts", DEEP], rounds)
+
     def layer(kind: str) -> list[float]:
         return [(deep - shallow) / (DEEP - SHALLOW) for deep, shallow in
                 zip(least[kind, DEEP], least[kind, SHALLOW], strict=True)]  # fmt: skip
@@ -221,6 +280,10 @@ def main(rounds: int) -> None:
     def rest(kind: str) -> list[float]:
         return [both - SHALLOW * one for both, one in zip(least[kind, SHALLOW], layer(kind), strict=True)]
 
+    grouped = [two - (four - two) / 2 for two, four in zip(layer("two experts"), layer("four"), strict=True)]
+    ratios = [mine / dense for mine, dense in zip(grouped, layer("own"), strict=True)]
+    whole = parts.pop("all") / layer("two experts")[0] * grouped[0]  # of one grouped matmul
+    shares = {name: seconds / whole for name, seconds in parts.items()}
     own, plain, block = layer("own"), layer("llama"), TRANSFORMERS["rmsnorm"]
     for way, mine, theirs in zip(("forward", "backward"), own, plain, strict=True):
         print(f"{way}: {1e3 * mine:.2f} ms a layer, {mine / theirs:.2f} times transformers' {1e3 * theirs:.2f}")
@@ -234,6 +297,8 @@ def main(rounds: int) -> None:
         step = rest(kind)[0] + rest(kind)[3] - OTHERS * forward * (cleared + updated)
         step += sum(2 * each - both for each, both in zip(once[1:3], twice[1:3], strict=True))
         print(f"{kind}: a step {step / forward:.0f}; a parameter {cleared:.2f} set to zero, {updated:.1f} updated")
+    print(f"experts in one: {', '.join(f'{ratio:.2f}' for ratio in ratios)} times a layer; of its forward pass "
+          f"{', '.join(f'{name} {share:.0%}' for name, share in shares.items())}")  # fmt: skip
     print(provenance("megatron-core", "torch", "transformers"), host().cpu)
     distributed.destroy_process_group()
 

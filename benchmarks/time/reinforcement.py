@@ -27,13 +27,7 @@ from llmlab.serving.report import checked
 from llmlab.serving.rollout import completion_lengths, generation_seconds
 
 PROMPT, LONGEST, COMPLETIONS, BATCH, GROUP = 128, 4096, 2048, 512, 32
-# Megatron's formulas have no norms of queries and keys, so this is Qwen3 32B without them.
-QWEN3_32B = {
-    "model_type": "llama", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "head_dim": 128,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-LLAMA_8B = "meta-llama/Llama-3.1-8B"
+LLAMA_8B, QWEN3_32B = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B"
 
 
 class Row(NamedTuple):

@@ -71,6 +71,12 @@ def published() -> list[Row]:
     return found + [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
 
 
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file with the same fields as throughputs.toml."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [_row(source, entry, table.get("models", {})) for source in table["source"] for entry in source["row"]]
+
+
 def measured() -> list[Row]:
     """Return the steps that `llmlab record` measured for the chapter on time; a row is named by its place in the plan.
 

@@ -112,7 +112,7 @@ def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
     return settings
 
 
-MEGATRON_FAMILIES = ("gpt2", "llama", "mistral", "mixtral")
+MEGATRON_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen3", "qwen3_moe")
 MEGATRON_VALUES: dict[str, tuple[object, ...]] = {
     "precision": ("mixed-bf16", "mixed-fp16"), "optimizer": ("adamw",), "zero": (0, 1), "lora": (None,),
     "quantization": (None,), "offload": (None,), "kernels": (None,), "compile": (False,), "fp8": (None,),
@@ -175,8 +175,11 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         lines += [argument for field, argument in TURNED_OFF.items() if not getattr(options, field)]
         lines += _fp8(options) if options.fp8_recipe else []
         lines += ["--use-precision-aware-optimizer"] if options.use_precision_aware_optimizer else []
-        if options.cuda_graph_impl:  # the host's check of the loss would break the graph
-            lines.append(f"--cuda-graph-impl {options.cuda_graph_impl} --no-check-for-nan-in-loss-and-grad")
+        if options.cuda_graph_impl == "full_iteration":  # the host's check of the loss would break the graph
+            lines.append("--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad")
+        elif options.cuda_graph_impl:
+            modules = " ".join(options.cuda_graph_modules)
+            lines.append(f"--cuda-graph-impl {options.cuda_graph_impl} --cuda-graph-modules {modules}")
         if options.defer_embedding_wgrad_compute:
             limit = f"--wgrad-deferral-limit {options.wgrad_deferral_limit}"
             lines.append(f"--defer-embedding-wgrad-compute {limit}")
@@ -187,12 +190,14 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     if spec.experts:  # no auxiliary loss, as in transformers
         lines += [f"--num-experts {spec.experts}", f"--moe-router-topk {spec.experts_per_token}",
                   "--moe-router-load-balancing-type none", "--moe-grouped-gemm",
-                  f"--expert-model-parallel-size {run.ep}"]  # fmt: skip
+                  f"--expert-model-parallel-size {run.ep}", f"--moe-ffn-hidden-size {spec.moe_intermediate}"]
         capacity = getattr(options, "moe_expert_capacity_factor", None)
         if capacity is not None:
             lines.append(f"--moe-expert-capacity-factor {capacity} --moe-pad-expert-input-to-capacity")
+        lines += _dispatch(options) if options is not None else []
     if spec.qkv_bias or spec.mlp_bias or (spec.sliding_window and run.seq_len > spec.sliding_window):
         raise SpecError("biases, and a window shorter than the sequence, are not among the arguments that are written")
+    lines += ["--qk-layernorm"] if spec.qk_norm else []
     lines += [f"--kv-channels {spec.head_dim}"] if spec.head_dim * spec.heads != spec.hidden else []
     return [*lines, "--swiglu", "--normalization RMSNorm", f"--norm-epsilon {config.get('rms_norm_eps', 1e-5)}",
             "--disable-bias-linear", "--position-embedding-type rope", *_rotary(config),
@@ -219,6 +224,16 @@ def _fp8(options: Any) -> list[str]:
     if options.fp8_param_gather:
         lines.append("--fp8-param-gather")
         lines += ["--reuse-grad-buf-for-mxfp8-param-ag"] if options.fp8_recipe == "mxfp8" else []
+    return lines
+
+
+def _dispatch(options: Any) -> list[str]:
+    lines = ["--expert-tensor-parallel-size 1"] if options.expert_tensor_parallel_size else []
+    if backend := options.moe_flex_dispatcher_backend:
+        lines.append(f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}")
+    lines += ["--overlap-moe-expert-parallel-comm"] if options.overlap_moe_expert_parallel_comm else []
+    if options.use_transformer_engine_op_fuser:
+        lines.append("--use-transformer-engine-op-fuser --moe-mlp-glu-interleave-size 32")
     return lines
 
 

@@ -229,7 +229,9 @@ def _notes(
     if stack_of(run).paged(run):
         yield PAGED_STATES
     if stack_of(run).cuda_graph_impl:
-        yield Note("cuda-graph-pool", "The step's CUDA graph has a private memory pool, which is not counted.")
+        yield Note("cuda-graph-pool", "CUDA graphs have private memory pools, which are not counted.")
+    if backend := stack_of(run).moe_flex_dispatcher_backend:
+        yield Note("dispatcher-buffers", f"The buffers in which {backend} sends tokens to experts are not counted.")
     if most := peaks.index(max(peaks)):
         figures = f"The figures are of stage 0; its peak is {show_bytes(peaks[0])}, that of stage {most}"
         yield Note("fullest-stage", f"{figures} is the highest of the pipeline: {show_bytes(peaks[most])}.")

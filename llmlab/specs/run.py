@@ -218,8 +218,13 @@ class Training(ChoiceSpec):
         if self.zero and unsharded and not stack_of(self).own_zero:
             raise SpecError(f"zero={self.zero} needs at least two data-parallel ranks, but dp=1; give dp >= 2, "
                             "or zero=0")  # fmt: skip
-        if self.dp % self.ep:
-            raise SpecError(f"ep={self.ep} is not a divisor of dp={self.dp}, whose ranks share the experts; give one")
+        if stack_of(self).spreads_experts:
+            sharing, ranks = f"dp × cp × tp / {self.expert_tp}", self.dp * self.cp * self.tp // self.expert_tp
+        else:
+            sharing, ranks = "dp", self.dp
+        if ranks % self.ep:
+            raise SpecError(f"ep={self.ep} is not a divisor of {sharing}={ranks}, whose ranks share the experts; give "
+                            "one")  # fmt: skip
         self._check_imbalance()
         if self.dp_replicate > 1:
             self._check_replicas()
@@ -383,6 +388,16 @@ class Training(ChoiceSpec):
             raise SpecError(f"{option} offload='optimizer': that is DeepSpeed's offload, and DeepSpeed reduces after "
                             "each micro-batch; give offload='optimizer+parameters' (FSDP), or leave one "
                             "out")  # fmt: skip
+
+    @property
+    def expert_tp(self) -> int:
+        """The number of ranks that divide each expert."""
+        return stack_of(self).expert_tensor_parallel_size or self.tp
+
+    @property
+    def expert_stride(self) -> int:
+        """The distance in ranks between neighbours in expert parallelism."""
+        return self.expert_tp if stack_of(self).spreads_experts else self.tp * self.cp
 
     @property
     def fp8_recipe(self) -> str | None:

@@ -92,9 +92,6 @@ def test_scripts_are_run_as_they_stand(folders, monkeypatch):
 
     with ThreadPoolExecutor() as beside:  # what only waits is no reason to wait
         waits = beside.submit(run, "waits.py", limit=8)
-        done = run("trains.py")
-        assert (done.outcome, done.steps, done.repository) == ("ran", 2, "mine")
-        assert done.peak_reserved >= done.peak_allocated > 0
         done = run("fails.py", own="package_that_is_gone")
         assert done.outcome == "script error" and "package_that_is_gone" in done.said
         assert waits.result().outcome in ("hang", "too long")  # on a busy machine it may still be importing
@@ -113,6 +110,7 @@ def test_what_is_not_run_again_stays_as_it_is(folders, tmp_path):
     before, after = json.loads((tmp_path / "scripts.json").read_text())["scripts"]
     assert kept.items() <= before.items()
     assert (after["name"], after["outcome"]) == ("new", "ran") and after["made"] not in ("", "before.")
+    assert after["steps"] == 2 and after["peak_reserved"] >= after["peak_allocated"] > 0
 
 
 def test_the_table_of_scripts_can_be_read():

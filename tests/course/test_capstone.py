@@ -15,9 +15,11 @@ import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.course import capstone, kills
 from llmlab.course.architectures.llama import Llama
+from llmlab.course.experiments.cluster import place
 from llmlab.course.experiments.launchers import environment, free_port
 from llmlab.course.inference import generate
 from llmlab.data import END_OF_TEXT, corpus
+from llmlab.ranks.launch import launch
 
 SCALE = capstone.SCALES["test"]
 RECORD = json.loads(capstone.RECORD.read_text(encoding="utf-8"))
@@ -178,6 +180,10 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
 # ---- every launcher
 
 
+def losses_of_two_ranks(folder):
+    return capstone.run(SCALE, capstone.Session(folder, place())).get("losses")
+
+
 def test_the_files_of_a_plan_start_the_same_run_under_every_launcher(finished, tmp_path):
     pytest.importorskip("deepspeed")
     pytest.importorskip("accelerate")
@@ -188,7 +194,6 @@ def test_the_files_of_a_plan_start_the_same_run_under_every_launcher(finished, t
     settings = str(tmp_path / "plan" / "ds_config.json")
     module, port = "llmlab.course.capstone", str(free_port())
     starts = {
-        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", module],
         "accelerate": ["accelerate", "launch", "--config_file", str(config), "--main_process_port", port, "-m", module,
                        "--engine", "accelerate"],
         "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", port, "--module", module,
@@ -199,6 +204,8 @@ def test_the_files_of_a_plan_start_the_same_run_under_every_launcher(finished, t
         return json.loads((out / "report.json").read_text())["losses"]["pretrain"]
 
     capstone.main(["--scale", "test", "--out", str(tmp_path / "alone")])  # as python -m does
+    by_ddp = launch(losses_of_two_ranks, 2, tmp_path / "ddp", patience=120)[0]  # torchrun sets what launch sets
+    assert by_ddp["pretrain"] == pytest.approx(losses(tmp_path / "alone"), abs=2e-3)
     for name, command in starts.items():
         out = tmp_path / name
         ended = subprocess.run([*command, "--scale", "test", "--out", str(out)], env=environment(), capture_output=True,

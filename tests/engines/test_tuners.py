@@ -26,6 +26,15 @@ def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
     assert "--fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag" in said
     assert "--use-distributed-optimizer" in said  # which alone gathers them, of one rank too
     assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in said
+    experts = lab.Training(dp=4, tp=2, sequence_parallel=True, ep=8, stack=(
+        "megatron:expert_tensor_parallel_size=1,moe_flex_dispatcher_backend=hybridep,overlap_moe_expert_parallel_comm="
+        "true,cuda_graph_impl=transformer_engine,cuda_graph_modules=moe_router"))  # fmt: skip
+    assert {
+        "--qk-layernorm", "--moe-ffn-hidden-size 768", "--expert-model-parallel-size 8",
+        "--expert-tensor-parallel-size 1", "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+        "--overlap-moe-expert-parallel-comm",
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router",
+    } <= set(megatron_arguments(experts, lab.model("Qwen/Qwen3-30B-A3B")))  # fmt: skip
     graph = replace(run, stack="megatron:cuda_graph_impl=full_iteration")
     said = " ".join(megatron_arguments(graph, spec))
     assert "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad" in said  # it asks for both

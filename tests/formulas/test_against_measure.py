@@ -4,9 +4,9 @@ import pytest
 
 import llmlab as lab
 
-GPT = {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 256, "vocab_size": 2000}
+GPT = {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 2000}
 LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2,
-         "num_hidden_layers": 4, "intermediate_size": 344, "vocab_size": 2000,
+         "num_hidden_layers": 3, "intermediate_size": 344, "vocab_size": 2000,
          "max_position_embeddings": 256}  # fmt: skip
 
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2,

@@ -61,7 +61,7 @@ def test_ranks_hold_the_layers_of_their_stage_and_a_share_of_each_matrix(name: s
     spec = lab.model(MODELS[name])
     for stage in range(pp):
         layers = stage_layers(LAYERS, pp)[stage]
-        held = device_parameters(spec, stage_layers(LAYERS, pp), stage, tp, ep)
+        held = device_parameters(spec, stage_layers(LAYERS, pp), stage, tp, tp * ep)
         for part, cut in {"attention": tp, "mlp": tp, "experts": tp * ep, "router": 1}.items():
             assert held.get(part, 0) == count(name, part) // LAYERS * layers // cut
         first, last = stage == 0, stage == pp - 1

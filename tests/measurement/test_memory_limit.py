@@ -1,48 +1,42 @@
 """Out of memory for real: a process that may not have more address space than a small step takes."""
 
-import json
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import llmlab as lab
 from llmlab.measurement.memory_limit import available_memory, is_out_of_memory, least_bytes, limited_to_available
+from llmlab.ranks.launch import launch
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS refuses memory on Linux only")
 
-SCRIPT = """
-import json, resource, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-import llmlab as lab
 
-config = json.loads(sys.argv[1])
-small, big = lab.Training(seq_len=64), lab.Training(micro_batch=100, seq_len=128)
-before = lab.measure(config, small, device="cpu", repeats=1)
-taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-limit = taken + 100 * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-failed = lab.measure(config, big, device="cpu", repeats=1)
-after = lab.measure(config, small, device="cpu", repeats=1)
-print(json.dumps({
-    "outcome": failed.outcome, "where": failed.where, "phases": list(failed.phases), "peak": failed.peak_allocated,
-    "same": before.phases == after.phases, "limit": resource.getrlimit(resource.RLIMIT_AS)[0] == limit,
-    "json": lab.Report.from_json(failed.to_json()) == failed,
-}))
-"""
+def run_out(config):
+    """Run in a process of its own, whose memory is then limited: a step that fits, one that does not, the first."""
+    import resource
+
+    small, big = lab.Training(seq_len=64), lab.Training(micro_batch=100, seq_len=128)
+    before = lab.measure(config, small, device="cpu", repeats=1)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = taken + 100 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    failed = lab.measure(config, big, device="cpu", repeats=1)
+    after = lab.measure(config, small, device="cpu", repeats=1)
+    return {
+        "outcome": failed.outcome, "where": failed.where, "phases": list(failed.phases), "peak": failed.peak_allocated,
+        "same": before.phases == after.phases, "limit": resource.getrlimit(resource.RLIMIT_AS)[0] == limit,
+        "json": lab.Report.from_json(failed.to_json()) == failed,
+    }  # fmt: skip
 
 
 @linux
 def test_running_out_is_an_outcome_and_the_process_goes_on(gpt2):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(gpt2)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+    assert launch(run_out, 1, gpt2) == [{
         "outcome": "out of memory", "where": "forward", "phases": ["load"], "peak": None,
         "same": True, "limit": True, "json": True,
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 @linux

@@ -19,9 +19,9 @@ TWO_RANKS = [
     (GPT, replace(SMALL, zero=2, dp=2, checkpointing="full")),
     (LLAMA, replace(SMALL, zero=3, dp=2, precision="mixed-bf16", accumulation=2)),
     (LLAMA, replace(SMALL, zero=3, dp=2, lora=lab.LoRA(8), checkpointing="full")),
+    (GPT, replace(SMALL, zero=3, dp=2, precision="autocast-bf16")),
 ]
 FOUR_RANKS = [
-    (GPT, replace(SMALL, zero=3, dp=4, precision="autocast-bf16")),
     (LLAMA, replace(SMALL, zero=3, dp=2, tp=2, sequence_parallel=True)),
     (LLAMA, replace(SMALL, zero=3, dp=4, dp_replicate=2, precision="mixed-bf16", accumulation=2)),
 ]

@@ -362,12 +362,10 @@ def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path, started):
     run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=32, accumulation=2, checkpointing="full")
     sharded = losses(started(tmp_path / "sharded", run))
     assert len(sharded) == 2 and losses(started(tmp_path / "offloaded", replace(run, offload=BOTH))) == sharded
-    waits = losses(started(tmp_path / "waits", replace(run, sync_each_batch=False)))
+    waits = losses(started(tmp_path / "waits", replace(run, sync_each_batch=False, optimizer="adamw-fused")))
     assert waits == pytest.approx(sharded, abs=1e-3)  # sums of other order
     half = losses(started(tmp_path / "half", replace(run, reduce_dtype="bf16")))
     assert half == pytest.approx(sharded, abs=0.05)
-    fused = losses(started(tmp_path / "fused", replace(run, optimizer="adamw-fused")))
-    assert fused == pytest.approx(sharded, abs=1e-3)
 
 
 def test_plain_pytorch_shards_a_frozen_model_and_its_adapters_over_two_ranks(tmp_path, started):

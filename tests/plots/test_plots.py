@@ -205,7 +205,7 @@ def test_a_curve_of_what_cannot_be_is_refused(x, series, ylabel, log, message):
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=7))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_names_at_the_ends_of_curves_do_not_overlap(ends):
     picture = plots.plot_curve([1, 2], {f"line {i}": [0, end] for i, end in enumerate(ends)}, "tokens", "GiB")
     picture.draw_without_rendering()

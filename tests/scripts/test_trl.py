@@ -12,7 +12,7 @@ from llmlab.cli.main import cli
 
 BATCH, TOKENS, WORDS = 2, 512, 8192
 CONFIG = {"model_type": "llama", "vocab_size": WORDS, "hidden_size": 512, "intermediate_size": 1408,
-          "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+          "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
           "tie_word_embeddings": False}  # fmt: skip
 HEAD = f"""
 import torch, transformers

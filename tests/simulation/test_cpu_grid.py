@@ -15,12 +15,9 @@ TRAININGS = [  # model, precision, optimizer, checkpointing, and what else
     ("gpt2", "fp32", "adamw", None, {}),
     ("gpt2", "fp32", "lion", "selective", {}),
     ("gpt2", "bf16", "adamw-8bit", "full", {"lora": True}),
-    ("gpt2", "bf16", "adamw", "full", {}),
     ("gpt2", "mixed-bf16", "adamw-8bit", None, {}),
     ("gpt2", "mixed-bf16", "sgd", "selective", {"accumulation": 2}),
-    ("gpt2", "autocast-bf16", "sgd", None, {}),
     ("gpt2", "autocast-bf16", "sgd", "full", {"accumulation": 2, "attention": "eager"}),  # tied weights' gradients
-    ("llama", "fp32", "adamw-8bit", "full", {}),
     ("llama", "fp32", "adafactor", "selective", {}),
     ("llama", "bf16", "adamw-8bit", "full", {"accumulation": 2}),
     ("llama", "bf16", "lion", "full", {"lora": True}),

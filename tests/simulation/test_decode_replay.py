@@ -16,7 +16,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "nu
          "max_position_embeddings": 512}  # fmt: skip
 GPT = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512, "vocab_size": 500}
 WINDOW = {**LLAMA, "model_type": "mistral", "sliding_window": 32}
-NEW = 40
+NEW = 30
 
 
 DEEP = {**LLAMA, "num_hidden_layers": 6}

@@ -113,6 +113,9 @@ with lab.simulator("T4"):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaTokenizer, Trainer
     AutoModelForCausalLM.from_config(LlamaConfig(**{sizes}))
     import bitsandbytes  # whose CPU functions are compiled as it is imported: eager ones would stay
+    import torch
+    assert torch.cuda.is_available()
+    bitsandbytes.nn.Linear4bit(64, 64).cuda()(torch.ones(2, 64, device="cuda"))
     from transformers import tokenization_utils_sentencepiece as copying
     assert copying.copyfile is shutil.copyfile
 ours = []
@@ -124,6 +127,8 @@ for name, module in list(sys.modules.items()):
         if not name.startswith("llmlab") and any(os.path.join("llmlab", "simulation") in code for code in codes):
             ours.append((name, attribute))
 assert copying.copyfile is shutil.copyfile and not ours, ours
+assert not torch.cuda.is_available() and "bitsandbytes.backends.cuda.ops" not in sys.modules
+assert bitsandbytes.functional.fill.__module__ == bitsandbytes.functional.__name__
 """
 
 

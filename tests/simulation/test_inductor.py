@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,20 +168,9 @@ def test_the_buffers_are_those_of_inductor_on_a_cpu():
     assert [size for size in sizes if size != workspace] == [4 * rows * columns for rows, columns in here]
 
 
-def test_lab_simulate_compiles():
-    config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 1024}
-    eager, compiled = (
-        lab.simulate(config, Training(micro_batch=4, seq_len=256, precision="autocast-bf16", compile=choice), "A100")
-        for choice in (False, True)
-    )
-    assert compiled.peak_allocated < 0.8 * eager.peak_allocated
-    assert not [note for note in compiled.notes if note.code == "ran-eager"]
-    assert compiled.flops == eager.flops
-
-
-@pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
-def test_a_step_is_compiled_once(monkeypatch, checkpointing):
-    """Not for each micro-batch, whatever follows its modules: forward's graph and backward's, and no more."""
+@pytest.fixture
+def graphs(monkeypatch):
+    """Of each graph that inductor compiles, whether it is of a backward pass."""
     from torch._inductor import compile_fx
 
     compiled = []
@@ -191,9 +181,25 @@ def test_a_step_is_compiled_once(monkeypatch, checkpointing):
         return real(*args, **options)
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", counted)
+    return compiled
+
+
+def test_lab_simulate_compiles_a_step_once(graphs):
+    config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 1024}
+    run = Training(micro_batch=4, seq_len=256, precision="autocast-bf16", accumulation=2)
+    eager, compiled = (lab.simulate(config, replace(run, compile=choice), "A100") for choice in (False, True))
+    assert graphs == [False, True]
+    assert compiled.peak_allocated < 0.8 * eager.peak_allocated
+    assert not [note for note in compiled.notes if note.code == "ran-eager"]
+    assert compiled.flops == eager.flops
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_a_checkpointed_step_is_compiled_once(graphs, checkpointing):
+    """Not for each micro-batch, whatever follows its modules: forward's graph and backward's, and no more."""
     config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 1024}
     lab.simulate(config, Training(1, 64, compile=True, checkpointing=checkpointing, accumulation=2), "A100")
-    assert compiled == [False, True]
+    assert graphs == [False, True]
 
 
 def test_nothing_of_it_stays():

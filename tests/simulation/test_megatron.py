@@ -26,6 +26,9 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "intermediate_size": 1024, "num_hid
            "num_experts_per_tok": 2}  # fmt: skip
 FEW_WORDS = {**MIXTRAL, "vocab_size": 1000}  # the loss is not the peak
 FEW_WORDS_DENSE = {**LLAMA, "vocab_size": 1000, "intermediate_size": 4096}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 128, "vocab_size": 1000}  # 8 heads, twice as wide as the stream
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4,
+             "moe_intermediate_size": 256}  # fmt: skip
 NAME = "megatron:transformer_engine=False"
 EXPERTS = f"{NAME},moe_expert_capacity_factor=1"
 UNFUSED = {"micro_batch": 32, "seq_len": 256, "stack": f"{NAME},bias_swiglu_fusion=False"}
@@ -63,6 +66,14 @@ RUNS = {  # the model, the run, and the stage
     "Llama, pipeline, last": (LLAMA, PIPELINE, 3),
     "Llama, interleaved, all again, sharded, third": (
         LLAMA, {**INTERLEAVED, "stack": f"{NAME},virtual_pipeline=2,recompute=full", "dp": 2, "zero": 1}, 2),
+    "Qwen3": (QWEN3, {}, 0),
+    "Qwen3, tensor parallel": (QWEN3, {"tp": 2}, 0),
+    "Qwen3, core attention again": (QWEN3, {"checkpointing": "selective"}, 0),
+    "Qwen3 without Apex": (QWEN3, {"stack": f"{NAME},apex=False"}, 0),
+    "Qwen3, a key for each query": ({**QWEN3, "num_key_value_heads": 8}, {}, 0),
+    "Qwen3 MoE": (QWEN3_MOE, {"stack": EXPERTS}, 0),
+    "Qwen3 MoE, experts on eight, sharded": (QWEN3_MOE, {"dp": 8, "ep": 8, "zero": 1, "stack": EXPERTS}, 0),
+    "Qwen3 MoE, pipeline, third": (QWEN3_MOE, {**PIPELINE, "dp": 2, "ep": 2, "stack": EXPERTS}, 2),
     "Mixtral": (MIXTRAL, {"stack": EXPERTS}, 0),
     "Mixtral, experts in twos on four, sharded": (MIXTRAL, {"dp": 4, "ep": 2, "zero": 1, "stack": EXPERTS}, 0),
     "Mixtral, room to spare": (MIXTRAL, {"dp": 4, "ep": 4, "stack": f"{NAME},moe_expert_capacity_factor=1.5"}, 0),
@@ -180,6 +191,19 @@ def test_experts_on_several_ranks_are_spread_and_their_states_with_them():
     experts = 4 * 8 * 3 * 512 * 1024  # parameters: layers, experts, matrices
     for part, more in {"weights": 2 * 3 / 4, "gradients": 4 * 3 / 4, "optimizer": 0}.items():
         assert whole[part] - spread[part] == pytest.approx(more * experts, abs=0.1 * experts)
+
+
+@needs_megatron
+@pytest.mark.parametrize(("tp", "dp", "ep", "whole"), [(2, 4, 8, True), (2, 4, 2, False), (1, 8, 4, False)])
+def test_megatrons_own_ranks_share_experts(tp, dp, ep, whole):
+    """Its generator of expert ranks lays out neighbours as `expert_stride` says, also where ep exceeds dp."""
+    from megatron.core.parallel_state import RankGenerator
+
+    stack = lab.Megatron(expert_tensor_parallel_size=1 if whole else None)
+    run = lab.Training(dp=dp, tp=tp, ep=ep, pp=2, accumulation=2, sequence_parallel=tp > 1, stack=stack)
+    share = run.expert_tp
+    own = RankGenerator(tp=share, ep=ep, dp=dp * tp // (share * ep), pp=2, cp=1, order="tp-cp-ep-dp-pp")
+    assert own.get_ranks("ep")[0] == [run.expert_stride * rank for rank in range(ep)]
 
 
 def test_without_megatron_it_says_what_to_install(monkeypatch):

@@ -15,7 +15,7 @@ TEXT = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "n
         "pad_token_id": 0}  # fmt: skip
 BERT = {key: value for key, value in TEXT.items() if key not in ("num_key_value_heads", "head_dim")}
 OLMO = {"model_type": "olmo2", **TEXT}
-DEEP = {**OLMO, "num_hidden_layers": 12}
+DEEP = {**OLMO, "num_hidden_layers": 8, "max_position_embeddings": 8192}
 GPT_OSS = {"model_type": "gpt_oss", **TEXT, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
 DEEPSEEK = {**lab.model("deepseek-ai/DeepSeek-V3").config, "num_hidden_layers": 6, "n_routed_experts": 32, "n_group": 1,
             "topk_group": 1}  # fmt: skip
@@ -93,10 +93,9 @@ def test_an_operator_of_a_deeper_layer_follows_the_sizes_even_if_its_bytes_are_n
 def test_logits_of_as_many_bytes_as_the_gradient_of_the_head_are_told_apart():
     """With as many tokens as the model is wide, 2 · T · V bytes of logits are also the 2 · V · h of a gradient."""
     run = lab.Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", checkpointing="full", dp=8, zero=3)
-    config = {**DEEP, "max_position_embeddings": 8192}
-    report = lab.estimate(config, run, "A100-80GB")
+    report = lab.estimate(DEEP, run, "A100-80GB")
     assert min(report.parts.values()) > 0
-    for term in lab.explain(config, run, "A100-80GB").terms:
+    for term in lab.explain(DEEP, run, "A100-80GB").terms:
         assert term.count > 0
         assert term.part != "logits" or "S" in term.formula
 

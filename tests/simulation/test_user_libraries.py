@@ -1,7 +1,5 @@
 """Hugging Face, accelerate, peft and bitsandbytes inside `lab.simulator`, as their documentation uses them."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -52,22 +50,6 @@ def trained(model: nn.Module, out: object, **options: object) -> transformers.Tr
     )  # fmt: skip
     trainer.train()
     return trainer
-
-
-def test_libraries_may_be_imported_inside_the_block():
-    code = (
-        "import torch, sys\nfrom llmlab.simulation.simulator import simulator\n"
-        "with simulator('T4'):\n"
-        "    import bitsandbytes\n"
-        "    assert torch.cuda.is_available()\n"
-        "    bitsandbytes.nn.Linear4bit(64, 64).cuda()(torch.ones(2, 64, device='cuda'))\n"
-        "assert not torch.cuda.is_available() and 'bitsandbytes.backends.cuda.ops' not in sys.modules\n"
-        "import bitsandbytes.functional as F\n"
-        "assert F.fill.__module__ == F.__name__\n"
-    )
-    pytest.importorskip("bitsandbytes")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-800:]
 
 
 def test_from_pretrained_places_the_weights_and_holds_their_bytes(saved):

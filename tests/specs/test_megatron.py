@@ -19,12 +19,15 @@ def test_the_name_alone_is_megatron_in_bf16():
     ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' needs recompute='full'"),
     ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),
     ({"cross_entropy_fusion_impl": "apex"}, "cross_entropy_fusion_impl='apex' is not one of None, native, te"),
-    ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' is not one of None, full_iteration"),
+    ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' is not one of None, full_iteration, transformer_engine"),
     ({"moe_expert_capacity_factor": 0}, "moe_expert_capacity_factor=0 is neither a number above 0"),
     ({"recompute_modules": "moe"}, "recompute_modules=('moe',) is not one or both of core_attn, mlp"),
     ({"ac": "full"}, "megatron has no option ac: it is an option of torchtitan"),
     ({"distributed_fused_adam": "fp16"}, "distributed_fused_adam='fp16' is not one of None, fp32, bf16"),
     ({"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": -1}, "wgrad_deferral_limit=-1 is not a number"),
+    ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2 is not supported"),
+    ({"cuda_graph_modules": "moe"}, "cuda_graph_modules=('moe',) is not among attn, moe_preprocess, moe_router"),
+    ({"use_transformer_engine_op_fuser": True, "fp8_recipe": "blockwise"}, "needs fp8_recipe='mxfp8'"),
     ({"wgrad_deferral_limit": 22}, "wgrad_deferral_limit=22 needs defer_embedding_wgrad_compute=True"),
 ])  # fmt: skip
 def test_bad_options_are_named(given, message):
@@ -63,7 +66,7 @@ def test_what_megatron_has_not_is_refused(given, message):
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"tp": 2}, "whose MLPs are experts, with tp=2"),
-    ({"stack": "megatron:fp8_recipe=delayed"}, "whose MLPs are experts, with fp8_recipe='delayed'"),
+    ({"tp": 2, "stack": "megatron:expert_tensor_parallel_size=1"}, "with tp=2 and sequence_parallel=False"),
     ({"stack": "megatron:recompute=selective,recompute_modules=mlp"}, "with recompute_modules='mlp'"),
     ({"stack": "megatron:bias_swiglu_fusion=false"}, "whose MLPs are experts, with bias_swiglu_fusion=False"),
 ])  # fmt: skip
@@ -71,6 +74,24 @@ def test_what_is_not_described_of_experts_is_refused(given, message):
     with pytest.raises(lab.SpecError) as error:
         lab.estimate("mistralai/Mixtral-8x7B-v0.1", lab.Training(**{"stack": "megatron", **given}), "H100-80GB")
     assert message in str(error.value)
+
+
+def test_experts_are_shared_by_all_ranks_of_a_stage_that_have_whole_ones():
+    """As 256 H100s train Qwen3-235B: tp 2, pp 8, and 32 ranks for the experts of a stage."""
+    many = {"tp": 2, "sequence_parallel": True, "pp": 8, "dp": 16, "accumulation": 8}
+    run = lab.Training(**many, ep=32, stack="megatron:expert_tensor_parallel_size=1")
+    assert (run.expert_tp, run.world_size) == (1, 256)
+    for given in ({"ep": 64, "stack": run.stack}, {"ep": 32, "stack": "megatron"}, {"ep": 32}):
+        with pytest.raises(lab.SpecError, match="whose ranks share the experts"):
+            lab.Training(**many, **given)
+
+
+@pytest.mark.parametrize("option", ["cuda_graph_impl=transformer_engine", "overlap_moe_expert_parallel_comm=True",
+                                    "fp8_recipe=mxfp8,use_transformer_engine_op_fuser=True"])  # fmt: skip
+def test_options_of_experts_without_experts_are_refused(option):
+    run = lab.Training(stack=f"megatron:{option}")
+    with pytest.raises(lab.SpecError, match="is described for experts only"):
+        lab.estimate("meta-llama/Meta-Llama-3-8B", run, "B200")
 
 
 def test_a_capacity_without_experts_is_refused():

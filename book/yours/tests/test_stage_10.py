@@ -49,11 +49,11 @@ def test_everything_together_gives_the_gradients_of_the_plain_trainer(make):
 
 
 def test_your_trainer_trains_your_gpt():
-    steps, (training, validation) = 40, split(vocab=V)
+    steps, (training, validation) = 30, split(vocab=V)
     updates = [trainer.micro_batches(list(windows(training, 4, 64, seed)), room=128) for seed in range(steps)]
     model = with_fused_attention(small_gpt())
     adamw = torch.optim.AdamW(trainer.parameter_groups(model, 0.1), lr=1e-2)
-    schedule = partial(trainer.factor, warmup=5, decay=20, total=steps)
+    schedule = partial(trainer.factor, warmup=4, decay=14, total=steps)
     trainer.train(model, adamw, updates, schedule, limit=1.0, **everything())
     ids = windows(validation, 16, 64)
     with torch.no_grad():

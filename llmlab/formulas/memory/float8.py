@@ -9,10 +9,11 @@ torchtitan's recipes have it: the head stays in bf16.
     tensorwise   one scale per tensor; FSDP2 gathers weights in fp8 (enable_fsdp_float8_all_gather)
     rowwise      one scale per row, of each operand along its own dimension; weights are gathered in bf16
 
-Transformer Engine (TE) casts for the same three products in the layers of Megatron-LM's blocks; attention and head stay
-in bf16. It keeps a layer's input for backward as it multiplies it then, in fp8 (pytorch/module/layernorm_linear.py,
-linear.py), and each weight in fp8 beside the half one, cast once per step (module/base.py, get_weight_workspace), or,
-with Megatron-LM's --fp8-param-gather, instead of it (module/base.py, reset_parameters; NeMo's fp8_params).
+Transformer Engine (TE) casts for the same three products in the layers of Megatron-LM's blocks, routed experts
+included; attention, router and head stay in bf16. It keeps a layer's input for backward as it multiplies it then, in
+fp8 (pytorch/module/layernorm_linear.py, linear.py), and each weight in fp8 beside the half one, cast once per step
+(module/base.py, get_weight_workspace), or, with Megatron-LM's --fp8-param-gather, instead of it (module/base.py,
+reset_parameters; NeMo's fp8_params).
 
     delayed      one scale per tensor, from the maxima of steps before: of one, Megatron-LM's --fp8-amax-history-len
     tensorwise   one scale per tensor, from its own maximum ("current scaling")
@@ -74,5 +75,8 @@ def gathered_less(spec: ModelSpec, run: Training, width: int, layers: int) -> in
 
 
 def _elements(spec: ModelSpec, run: Training, layers: int) -> int:
-    """Return a rank's elements of the converted weights of so many layers."""
-    return sum(linear.elements for linear in converted(spec, run)) * layers // spec.layers // run.tp
+    """Return a rank's elements of the converted weights of so many layers, with those of experts if TE converts
+    them."""
+    dense = sum(linear.elements for linear in converted(spec, run)) // run.tp
+    experts = 0 if run.fp8 else spec.parameters_by_component["experts"] // (run.expert_tp * run.ep)
+    return (dense + experts) * layers // spec.layers

@@ -92,7 +92,7 @@ def own_unit(run: Training) -> bool:
 
 def own_ranks(run: Training) -> int:
     """Return the number of ranks that share the same experts. Each keeps a shard of them."""
-    return run.dp_shard * run.cp // run.ep
+    return run.dp_shard * run.cp * run.tp // (run.expert_tp * run.ep)
 
 
 def sharded_experts(spec: ModelSpec, run: Training) -> float:

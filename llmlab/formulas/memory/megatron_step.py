@@ -24,6 +24,7 @@ from math import inf
 from ...specs.stacks import Megatron
 from ...specs.stages import layers_of
 from .float8 import weights_in_fp8
+from .fsdp import own_ranks
 from .moments import Moment, layers_in_flight, micro_batches_in_flight, passes_in_flight
 from .scores import score_elements
 from .share import Share
@@ -45,7 +46,7 @@ class MegatronMemory:
         padding = stack.make_vocab_size_divisible_by * run.tp
         self.vocab = -(-spec.vocab // padding) * padding // run.tp  # of one rank
         table = self.vocab * spec.hidden
-        counts = device_parameters(spec, layers_of(spec, run), share.stage, run.tp, run.ep)
+        counts = device_parameters(spec, layers_of(spec, run), share.stage, run.tp, run.expert_tp * run.ep)
         self.parameters = sum(
             table * (count > 0) if part in ("embedding", "head") else count for part, count in counts.items()
         )
@@ -55,7 +56,7 @@ class MegatronMemory:
         self.wide = stack.accumulates_in_fp32(run.compute_dtype)
         # Ranks among which the distributed optimizer divides a parameter: for an expert, as many as there are expert
         # groups.
-        shards, copies = (run.dp * run.cp, run.dp * run.cp // run.ep) if run.zero else (1, 1)
+        shards, copies = (run.dp * run.cp, own_ranks(run)) if run.zero else (1, 1)
         experts = 0 if run.lora else counts["experts"]
         self.stepped = (self.trained - experts) // shards + experts // copies  # parameters that this rank updates
         self.hidden = share.tokens * spec.hidden * HALF // share.sequence_ranks  # bytes of a tensor between blocks

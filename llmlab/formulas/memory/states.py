@@ -33,10 +33,10 @@ class States(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def device_parameters(
-    spec: ModelSpec, layers: tuple[int, ...], stage: int, tp: int = 1, ep: int = 1
+    spec: ModelSpec, layers: tuple[int, ...], stage: int, tp: int = 1, expert_ranks: int = 1
 ) -> dict[str, int]:
     """Return the parameters by component on one rank of pipeline stage `stage`, before ZeRO. `layers` are those of each
-    stage. Do not modify the result, because it is cached."""
+    stage, and `expert_ranks` ranks divide the experts of a layer. Do not modify the result, because it is cached."""
     first, last = stage == 0, stage == len(layers) - 1
     counts = {}
     for part, count in spec.parameters_by_component.items():
@@ -47,7 +47,7 @@ def device_parameters(
         elif part == "head":
             counts[part] = count // tp if last else 0
         else:
-            split = {"attention": tp, "mlp": tp, "experts": tp * ep}.get(part, 1)
+            split = {"attention": tp, "mlp": tp, "experts": expert_ranks}.get(part, 1)
             counts[part] = count * layers[stage] // spec.layers // split
     return counts
 
@@ -111,7 +111,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
     time is, because each is sent to the host when the backward pass has computed it (ZeRO-Offload, arXiv 2101.06840,
     section 4.1). """
     b, zero = stored_in(run), run.zero if sharded else 0
-    counts = device_parameters(spec, layers_of(spec, run), stage, run.tp, run.ep)
+    counts = device_parameters(spec, layers_of(spec, run), stage, run.tp, run.expert_tp * run.ep)
     parameters = sum(counts.values())
     weights = _weights(spec, run, counts, b)
     # FSDP2's MixedPrecisionPolicy has fp32 shards and gathers weights in 16 bits.

@@ -173,7 +173,7 @@ def data_parallel(
 @lru_cache(maxsize=256)
 def _sizes(spec: ModelSpec, run: Training) -> _Sizes:
     of_stages = layers_of(spec, run)
-    stage, counts = _largest_stage(spec, of_stages, run.tp, run.ep)
+    stage, counts = _largest_stage(spec, of_stages, run.tp, run.expert_tp * run.ep)
     # With offloading, ranks exchange weights after copying them from their hosts, and gradients before copying them to
     # their hosts (ZeRO-Offload, arXiv 2101.06840, section 4.2; FSDP's CPUOffload).
     whole = states(spec, replace(run, offload=None) if run.offload else run, stage, sharded=False)
@@ -200,7 +200,7 @@ def ddp_buckets(spec: ModelSpec, run: Training, full: int) -> int:
                     for linear in adapted(spec, run) for features in (linear.inputs, linear.outputs)]  # fmt: skip
     else:
         matrices = [(linear.inputs * linear.outputs // run.tp, linear.count) for linear in spec.block_linears]
-        experts = spec.parameters_by_component["experts"] // max(1, spec.moe_layers) // (run.tp * run.ep)
+        experts = spec.parameters_by_component["experts"] // max(1, spec.moe_layers) // (run.expert_tp * run.ep)
         matrices += [(share * experts // 3, spec.moe_layers) for share in (2, 1)]
     tables = 0 if run.lora else 1 if spec.tied or run.pp > 1 else 2
     outside = [(1 - sizes.in_blocks) * sizes.gradients / tables] * tables if tables else []
@@ -229,12 +229,12 @@ def tensors(spec: ModelSpec, run: Training) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _largest_stage(spec: ModelSpec, layers: tuple[int, ...], tp: int, ep: int) -> tuple[int, dict[str, int]]:
+def _largest_stage(spec: ModelSpec, layers: tuple[int, ...], tp: int, expert_ranks: int) -> tuple[int, dict[str, int]]:
     """Return the pipeline stage with the most parameters on a rank, and its parameters by component. Candidates are the
     first stage, the last one, and one in between with the most layers."""
     pp = len(layers)
     between = max(range(1, pp - 1), key=lambda stage: layers[stage], default=0)
-    counts = {stage: device_parameters(spec, layers, stage, tp, ep) for stage in sorted({0, between, pp - 1})}
+    counts = {stage: device_parameters(spec, layers, stage, tp, expert_ranks) for stage in sorted({0, between, pp - 1})}
     largest = max(counts, key=lambda stage: sum(counts[stage].values()))
     return largest, counts[largest]
 

@@ -41,7 +41,9 @@ from ..memory.share import bytes_of
 from . import step as time
 from .data_parallel import data_parallel
 from .flops import Flops, flops
+from .host import forward_share
 from .kernels import Kernels, kernels, training_rates
+from .stacks.megatron import token_copies
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, for all-reduces of gradients
 # Communication that computation can hide. "data": gradients during the backward pass, and ZeRO-3's parameters during
@@ -196,10 +198,16 @@ def step(
     gpu_kernels, known = kernels(gpu), known or computation(spec, run, gpu)
     block, counted = known.block, known.counted
     m, sent = run.accumulation, _sent(spec, run, cluster, gpu_kernels, known, overlap)
+    forward = counted.forward / counted.total
+    if spec.experts and stack_of(run).counts_tokens_on_host:
+        # The host waits for the GPU in each forward pass, so it launches neither pass while the GPU runs the other.
+        launched, on_gpu = forward_share(spec, run, gpu_kernels.host), block.gpu + m * sent.within
+        parts = (forward, launched), (1 - forward, 1 - launched)
+        block = block._replace(host=sum(max(mine * on_gpu, theirs * block.host) for mine, theirs in parts))
     if sent.within and not stack_of(run).cuda_launch_blocking:
         block = block._replace(host=block.host - m * sent.within)  # the host continues while ranks send
     stages = _stages(layers_of(spec, run), block, known.head, m, sent)
-    n, busy, forward = stages.layers, stages.compute.seconds, counted.forward / counted.total
+    n, busy = stages.layers, stages.compute.seconds
     data = data_parallel(spec, run, cluster, gpu_kernels, busy, forward, overlap, bucket_bytes)
     copied = 0.0 if known.traced else data.copied
     exposed = data.exposed + copied + training_rates()["scale"]["contention"] * data.contended
@@ -263,6 +271,8 @@ def _sent(
     if not known.traced:  # traced passes include this
         context += _merged(spec, run, gpu_kernels)
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, gpu_kernels) if run.ep > 1 else 0.0
+    if stack_of(run).overlap_moe_expert_parallel_comm:
+        experts = _left(experts, known.block.gpu / run.accumulation)
     return _Sent(tensor, context, experts, _logits(spec, run, cluster, gpu_kernels),
                  _sends(spec, run, cluster, gpu_kernels))  # fmt: skip
 
@@ -328,6 +338,9 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kerne
         return (2 + (0 if hidden else 2) + again) * once + sum(_left(once, backward.weight) for backward in behind)
     regathers = 2 if run.checkpointing == "selective" and not again and not hidden else 0
     gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
+    if spec.experts and run.expert_tp == 1:  # whole experts read and write a rank's own tokens
+        behind, half = behind[:1], 1 - spec.moe_layers / spec.layers / 2
+        gathers, scatters = half * gathers, half * scatters
     # torchao gathers fp8 with one scale per tensor (float8_tensor_parallel.py), Transformer Engine with all recipes.
     cast = stack_of(run).fp8_recipe or run.fp8 == "tensorwise"
     gathered = size / 2 if cast else size
@@ -393,10 +406,12 @@ def _merged(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> float:
 
 def _experts(spec: ModelSpec, run: Training, cluster: Cluster, gpu_kernels: Kernels) -> float:
     """Return the seconds per micro-batch and layer with experts in which tokens are sent to their experts and back, on
-    the rank that receives the most."""
-    group = cluster.group(run.ep, run.tp * run.cp)
+    the rank that receives the most. Between nodes, a flexible dispatcher sends a token once to each node, and forwards
+    it there (DeepEP, HybridEP)."""
+    group = cluster.group(run.ep, run.expert_stride)
     passes = 4 + 2 * whole_again(spec, run)
-    sent = run.expert_imbalance * spec.experts_per_token * _stream_bytes(spec, run) / run.tp
+    copies = token_copies(spec, run, group.nodes if group.across else group.ranks)
+    sent = run.expert_imbalance * copies * _stream_bytes(spec, run) / run.tp
     return passes * gpu_kernels.collective("all-to-all", sent, group)
 
 

@@ -463,8 +463,16 @@ def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> fl
         normed = sum(width * count for width, count in shared.items()) / divided
         activations += normed * (casts.normed + again * casts.normed_again)
         activations += rows * (casts.other + again * casts.other_again)
+    elements = sum(linear.elements for linear in layers) / run.tp
+    if spec.experts:
+        sent = spec.moe_layers * spec.experts_per_token * run.expert_imbalance / run.tp
+        once = casts.other + whole_again(spec, run) * casts.other_again
+        inner = 0 if stack_of(run).use_transformer_engine_op_fuser else spec.moe_intermediate
+        activations += sent * (spec.hidden + inner) * once
+        outputs += sent * (2 * inner + spec.hidden)
+        elements += spec.parameters_by_component["experts"] / (run.expert_tp * run.ep)
     cast = 0 if run.gathers_float8 else casts.weight  # weights that are gathered in fp8 were cast as shards
-    weights = cast * sum(linear.elements for linear in layers) / run.tp / run.accumulation
+    weights = cast * elements / run.accumulation
     return run.tokens / run.cp * (activations + casts.gradient * outputs) + weights
 
 

@@ -109,6 +109,11 @@ MEGATRON = Operators(118, 84, 92, 92)
 # embedding, last norm, head, loss and schedule. This is 93 to 130 operators of a Llama's forward and 64 to 100 of its
 # backward pass (as above, whole steps).
 MEGATRON_ENDS = Operators(100, 70, 74, 74)
+# Operators that a layer with experts adds to `MEGATRON`. With a grouped matmul, it takes 1.65 times a dense layer's
+# forward and 1.41 times its backward pass, in five rounds 1.6 to 1.7 and 1.3 to 1.6 (benchmarks/time/megatron_host.py,
+# 2026-11-30). `GRAPHED`: the shares of this layer's time that CUDA graphs of modules replace.
+MEGATRON_EXPERTS = Operators(77, 55, 38, 38)
+GRAPHED = {"attn": 0.35, "moe_router": 0.11, "moe_preprocess": 0.1}
 STAGES = {("deepspeed", 1): Operators(10, 50, 0, 0), ("deepspeed", 2): Operators(1, 26, 9, 36)}
 # Operators that recomputation adds. It stops at the last tensor that the backward pass needs, before the block's end.
 AGAIN = {
@@ -230,6 +235,9 @@ def started(spec: ModelSpec, run: Training) -> Operators:
     the model is transformers' or Megatron-LM's."""
     total = operators(spec, run).times(spec.layers)
     if ends := ENDS.get(stack_of(run).name):
+        total = total.plus(MEGATRON_EXPERTS.times(spec.moe_layers))
+        if stack_of(run).cuda_graph_impl:
+            total = total.times(1 - sum(GRAPHED[module] for module in stack_of(run).cuda_graph_modules))
         total = total.plus(ends)
     elif not stack_of(run).own_model:
         total = total.plus(TRANSFORMERS_ENDS[spec.norm]).plus(_of_family(spec, run))
@@ -248,6 +256,12 @@ def started(spec: ModelSpec, run: Training) -> Operators:
             per_linear = per_linear if run.checkpointing is None else per_linear.plus(ADAPTER_DROPOUT_AGAIN)
         total = total.plus(per_linear.times(adapters))
     return total
+
+
+def forward_share(spec: ModelSpec, run: Training, host: Efficiency) -> float:
+    """Return the part of the CPU's time for launching the passes that is for the forward pass."""
+    total = started(spec, run)
+    return total._replace(kernels_back=0, views_back=0).seconds(host) / total.seconds(host)
 
 
 def _of_family(spec: ModelSpec, run: Training) -> Operators:
@@ -352,7 +366,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> int:
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     """Return the CPU seconds for launching the operators of one device's forward and backward passes, or the kernels of
     compiled blocks, and for the hooks between them. They are 0 if one CUDA graph contains all passes."""
-    if stack_of(run).cuda_graph_impl:
+    if stack_of(run).cuda_graph_impl == "full_iteration":
         return 0.0
     adding = summed(spec, run) * host.dispatch * host.backward_dispatch
     if run.compile:

@@ -343,7 +343,8 @@ def _timed(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> tuple[dict[s
             total *= times if counted else 1.0
         if matmul.part == "experts":  # one grouped matmul, which reads the weights of all experts
             passes = matmul.forward + matmul.again + matmul.input_gradient + matmul.weight_gradient
-            total = max(total, passes * 2 * n * k * spec.experts / run.ep / gpu_kernels.bandwidth)
+            read = (1 if kind in ("fp8", "mxfp8") else 2) * n * k * spec.experts / run.ep
+            total = max(total, passes * read / gpu_kernels.bandwidth)
         if matmul.part in packed and by_bitsandbytes(run):
             times_unpacked = matmul.forward + matmul.again + matmul.input_gradient
             total += times_unpacked * UNPACKED * n * k / gpu_kernels.bandwidth
@@ -400,6 +401,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     """
     dtype, rows = peak_dtype(run), run.tokens // run.cp
     narrow = "mxfp8" if run.fp8_recipe == "mxfp8" else "fp8"
+    narrow_parts = (*CONVERTED, *["experts"] * (run.fp8 is None)) if run.fp8_recipe else ()  # torchao skips experts
     in_fp32 = {"adapters"} if multiplied_wide(run) else set()
     if bytes_of(run).compute == 4:  # peft casts the weights that are not quantized to fp32
         in_fp32 |= {"head"}
@@ -410,13 +412,15 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
         m, n, k = rows * matmul.copies, matmul.outputs, matmul.inputs
         if matmul.part == "head":
             m = run.scored // run.cp
+        cut = run.tp
         if matmul.part == "experts":
-            m = round(m * run.expert_imbalance)  # of the busiest rank
+            cut = run.expert_tp
+            m = round(m * run.expert_imbalance) * cut // run.tp  # of the busiest rank
         if matmul.cut == "outputs":
-            n = n // run.tp or 1
+            n = n // cut or 1
         elif matmul.cut == "inputs":
-            k = k // run.tp or 1
-        kind = "fp32" if matmul.part in in_fp32 else narrow if run.fp8_recipe and matmul.part in CONVERTED else dtype
+            k = k // cut or 1
+        kind = "fp32" if matmul.part in in_fp32 else narrow if matmul.part in narrow_parts else dtype
         times = 1
         if run.kernels == "liger" and matmul.part == "head":
             m = loss_chunk(spec, m)

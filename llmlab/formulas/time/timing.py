@@ -163,6 +163,8 @@ def _timing(spec: ModelSpec, run: Run, gpu: GPU | None, cluster: Cluster | None,
         difference = f"{abs(older):.2g} s {'more' if older > 0 else 'less'}"
         use = "torch uses with cuDNN up to 9.15" if older > 0 else "older releases of torch may use"
         sources["attention"] += f"; with {FUSED[other]}, which {use}, {difference}"
+    if spec.experts:
+        sources["products"] += "; the experts' grouped matmuls as one matmul of all their rows"
     if parts.given_links:
         sources.update({name: "the links that were given" for name in SENT if name in sources})
     waits = host_waits(run, known.passes)

@@ -54,7 +54,8 @@ def check(spec: ModelSpec, run: Training) -> None:
         raise NotAvailable("simulate has no loss of Transformer Engine, whose kernel needs a GPU: give "
                            f"cross_entropy_fusion_impl=native, which is Megatron's own, or {see}")  # fmt: skip
     kernels = {"use_precision_aware_optimizer": "Transformer Engine's Adam", "distributed_fused_adam": "Apex's Adam",
-               "defer_embedding_wgrad_compute": "Apex's fused weight gradient"}  # fmt: skip
+               "defer_embedding_wgrad_compute": "Apex's fused weight gradient",
+               "moe_flex_dispatcher_backend": "flexible dispatcher's communication"}  # fmt: skip
     for option, whose in kernels.items():
         if value := getattr(stack, option):
             raise NotAvailable(f"{option}={value!r}: simulate has no {whose}, a kernel that needs a GPU: leave it out, "
@@ -195,7 +196,7 @@ def transformer_config(spec: ModelSpec, run: Training) -> Any:
         num_layers=spec.layers, hidden_size=spec.hidden, num_attention_heads=spec.heads,
         num_query_groups=spec.kv_heads, kv_channels=spec.head_dim, ffn_hidden_size=spec.intermediate,
         gated_linear_unit=spec.gated, activation_func=ACTIVATIONS[spec.activation],
-        add_bias_linear=spec.mlp_bias, add_qkv_bias=spec.qkv_bias, 
+        add_bias_linear=spec.mlp_bias, add_qkv_bias=spec.qkv_bias, qk_layernorm=spec.qk_norm,
         normalization="RMSNorm" if spec.norm == "rmsnorm" else "LayerNorm",
         hidden_dropout=spec.dropout, attention_dropout=spec.attention_dropout,
         masked_softmax_fusion=stack.masked_softmax_fusion and stack.apex,
@@ -230,9 +231,12 @@ def _chunks(spec: ModelSpec, run: Training, config: Any) -> list[Any]:
     stack, distributed = Megatron.of(run), symbol(CORE + "distributed")
     edge_checks = [symbol(f"{CORE}parallel_state.is_pipeline_{name}_stage") for name in ("first", "last")]
     layer = symbol(CORE + "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec")(
-        spec.experts or None, normalization=config.normalization
+        spec.experts or None, qk_layernorm=spec.qk_norm, normalization=config.normalization
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
+    if spec.qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = _Norm
     padding = stack.make_vocab_size_divisible_by * run.tp
     vocab = -(-spec.vocab // padding) * padding
     settings = distributed.DistributedDataParallelConfig(

@@ -17,8 +17,10 @@ Recompute = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 FusedLoss = Literal["native", "te"]
-CudaGraphs = Literal["full_iteration"]
+CudaGraphs = Literal["full_iteration", "transformer_engine"]
+Dispatcher = Literal["deepep", "hybridep"]
 FusedAdam = Literal["fp32", "bf16"]
+GRAPHED = {"attn", "moe_router", "moe_preprocess"}  # modules of --cuda-graph-modules that are described
 RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
 
 
@@ -55,7 +57,8 @@ class Megatron(StackOptions):
     `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: each kernel is launched only when the one before it has finished.
     `cuda_graph_impl` "full_iteration" has all passes of a step in one CUDA graph, so that nothing waits for the host
     (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-scope full_iteration). The
-    memory of the graph's own pool is not counted. Such runs are estimated, not simulated.
+    memory of the graph's own pool is not counted. "transformer_engine" has a graph of each layer's modules in
+    `cuda_graph_modules`, and is described for mixtures only. Such runs are estimated, not simulated.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
     one, which needs more memory than the unfused loss, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
     pre-training set "native". `virtual_pipeline` is the number of model chunks per rank
@@ -75,14 +78,23 @@ class Megatron(StackOptions):
     `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) pads or cuts the tokens of each expert to
     that multiple of an equal share. None, Megatron's default, drops no token, and experts are estimated as equally
     loaded.
+    `expert_tensor_parallel_size` 1 leaves each expert whole, so that `ep` divides all ranks of a stage. It is
+    necessary with experts and tp > 1, because experts that tensor parallelism divides are not described.
+    `moe_flex_dispatcher_backend` (--moe-token-dispatcher-type flex) sends a token once to each rank that has some of
+    its experts, and not once to each expert as all-to-all does; its buffers are not counted.
+    `overlap_moe_expert_parallel_comm` runs the forward pass of one micro-batch and the backward pass of another
+    concurrently, so that each hides the other's communication with experts; the additional activations are not counted.
+    `use_transformer_engine_op_fuser` (with fp8_recipe "mxfp8") computes the experts' SwiGLU and its casts within the
+    matmuls, as Transformer Engine's grouped MLP does with interleaved weights.
     `expandable_segments` is that of PYTORCH_CUDA_ALLOC_CONF, which Megatron-Bridge's recipes set. Adapters (`lora`) are
     those of Megatron-Bridge for Transformer Engine's layers (megatron/bridge/peft/canonical_lora.py): in 16 bits, with
     main weights and moments in fp32, and without dropout, which is not described. They are estimated, not simulated.
     """
 
     name = "megatron"
-    families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "phi3")
+    families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3")
     own_kernels = True  # core/fusions, Apex's, Transformer Engine's
+    spreads_experts = True  # core/parallel_state.py, expert_decoder_rank_generator
     own_sums = True  # core/distributed/param_and_grad_buffer.py
     ties_heads = True
     half_adapters = True
@@ -125,11 +137,16 @@ class Megatron(StackOptions):
     deepspeed: bool = False
     cuda_launch_blocking: bool = False
     cuda_graph_impl: CudaGraphs | None = None
+    cuda_graph_modules: tuple[str, ...] = ("attn", "moe_router", "moe_preprocess")
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
     cross_entropy_fusion_impl: FusedLoss | None = None
     moe_expert_capacity_factor: float | None = None
+    expert_tensor_parallel_size: int | None = None
+    moe_flex_dispatcher_backend: Dispatcher | None = None
+    overlap_moe_expert_parallel_comm: bool = False
+    use_transformer_engine_op_fuser: bool = False
     fp8_param_gather: bool = False
     use_precision_aware_optimizer: bool = False
     distributed_fused_adam: FusedAdam | None = None
@@ -148,9 +165,15 @@ class Megatron(StackOptions):
             if not 0 < capacity < inf:
                 raise SpecError(f"moe_expert_capacity_factor={factor!r} is neither a number above 0 nor None")
             object.__setattr__(self, "moe_expert_capacity_factor", capacity)  # a number, also if given as text
+        if self.expert_tensor_parallel_size not in (None, 1):
+            raise SpecError(f"expert_tensor_parallel_size={self.expert_tensor_parallel_size!r} is not supported; give "
+                            "1, or leave it out")  # fmt: skip
         if self.fp8_recipe and not self.transformer_engine:
             option = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
             raise SpecError(f"{option}: Megatron's own layers have no fp8; give one of the two")
+        if self.use_transformer_engine_op_fuser and self.fp8_recipe != "mxfp8":
+            raise SpecError("use_transformer_engine_op_fuser=True needs fp8_recipe='mxfp8', for which its kernels are "
+                            "(ops/fused/forward_grouped_mlp.py); give both")  # fmt: skip
         if self.fp8_param_gather and not self.fp8_recipe:
             raise SpecError("fp8_param_gather=True needs fp8_recipe; give one")
         limit = self.wgrad_deferral_limit
@@ -166,6 +189,11 @@ class Megatron(StackOptions):
         if not modules or not set(modules) <= RECOMPUTED:
             raise SpecError(f"recompute_modules={modules!r} is not one or both of {', '.join(sorted(RECOMPUTED))}")
         object.__setattr__(self, "recompute_modules", modules)
+        graphed = self.cuda_graph_modules
+        graphed = tuple(graphed.split() if isinstance(graphed, str) else graphed)
+        if not set(graphed) <= GRAPHED:
+            raise SpecError(f"cuda_graph_modules={graphed!r} is not among {', '.join(sorted(GRAPHED))}")
+        object.__setattr__(self, "cuda_graph_modules", graphed)
         if self.recompute == "selective" and self.recompute_method:
             raise SpecError(f"recompute_method={self.recompute_method!r} needs recompute='full'")
 
@@ -240,7 +268,15 @@ class Megatron(StackOptions):
         """Whether the host checks the loss before the backward pass (pretrain_gpt.py, loss_func), gradients before they
         are reduced (core/distributed/param_and_grad_buffer.py, check_grads), and their norm. With one CUDA graph of all
         passes, it does not."""
-        return self.cuda_graph_impl is None
+        return self.cuda_graph_impl != "full_iteration"
+
+    @property
+    def counts_tokens_on_host(self) -> bool:
+        """Whether the forward pass of experts waits until the host knows the number of tokens of each expert
+        (transformer/moe/token_dispatcher.py, _maybe_dtoh_and_synchronize; experts.py). If forward and backward passes
+        are interleaved, the host launches one while it waits in the other."""
+        ahead = self.cuda_graph_impl == "full_iteration" or self.overlap_moe_expert_parallel_comm
+        return self.moe_expert_capacity_factor is None and not ahead
 
     @property
     def rotates_at_once(self) -> bool:
@@ -306,15 +342,23 @@ class Megatron(StackOptions):
 
     def _check_experts(self, spec: ModelSpec, run: Any) -> None:
         if not spec.experts:
+            for option, value in {"cuda_graph_impl": "transformer_engine", "use_transformer_engine_op_fuser": True,
+                                  "overlap_moe_expert_parallel_comm": True}.items():  # fmt: skip
+                if getattr(self, option) == value:
+                    raise SpecError(f"{option}={value!r} with {spec.name} is described for experts only; leave it out")
             if self.moe_expert_capacity_factor is not None:
                 option = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
                 raise SpecError(f"{option}, which has no experts; leave it out")
             return
+        if spec.dense_layers or spec.shared_experts:
+            raise SpecError(f"stack='megatron' does not support {spec.name}, which has layers without experts, or "
+                            "shared experts; give another stack")  # fmt: skip
         option = f"stack='megatron' does not support {spec.name}, whose MLPs are experts,"
-        if run.tp > 1:
-            raise SpecError(f"{option} with tp={run.tp}; give tp=1 and ep")
-        if self.fp8_recipe:
-            raise SpecError(f"{option} with fp8_recipe={self.fp8_recipe!r}; leave it out")
+        if run.expert_tp > 1:
+            raise SpecError(f"{option} with tp={run.tp}; give expert_tensor_parallel_size=1, or tp=1, and ep")
+        if run.tp > 1 and not run.sequence_parallel:
+            raise SpecError(f"{option} with tp={run.tp} and sequence_parallel=False: Megatron-LM refuses it "
+                            "(transformer/moe/moe_layer.py); give sequence_parallel=True")  # fmt: skip
         if not self.bias_swiglu_fusion:
             raise SpecError(f"{option} with bias_swiglu_fusion=False; leave it out")
         if run.checkpointing == "selective" and "mlp" in self.recompute_modules:

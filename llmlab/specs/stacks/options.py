@@ -36,6 +36,7 @@ class StackOptions(Spec):
     own_zero: ClassVar[bool] = False  # whether it has its own ZeRO engine, which also runs on one rank, not torch's
     own_kernels: ClassVar[bool] = False  # whether blocks run its own kernels, also for attention, not torch's
     own_sums: ClassVar[bool] = False  # whether gradients are accumulated in its own buffers, not in .grad tensors
+    spreads_experts: ClassVar[bool] = False  # whether ep divides all ranks of a stage, not only data-parallel ones
     own_experts: ClassVar[bool] = False  # whether a block's experts are their own FSDP2 unit under expert parallelism
     copies_gathered: ClassVar[bool] = False  # whether ZeRO-1 copies all weights after the update, and NCCL copies again
     ties_heads: ClassVar[bool] = False  # whether models with a tied head are described
@@ -73,9 +74,14 @@ class StackOptions(Spec):
     overlap_param_gather: bool = False  # whether ZeRO-1's all-gathers overlap with the forward pass
     gradient_accumulation_fusion: bool = False  # whether a matmul adds to a weight's accumulated gradient
     cross_entropy_fusion_impl: str | None = None  # of the loss
+    expert_tensor_parallel_size: int | None = None  # the ranks that divide each expert; None: those of tp
+    moe_flex_dispatcher_backend: str | None = None  # which sends a token to a rank once; None: all-to-all
+    overlap_moe_expert_parallel_comm: bool = False  # whether computation hides the communication with experts
+    use_transformer_engine_op_fuser: bool = False  # whether experts' matmuls compute SwiGLU and cast its result
     deepspeed: bool = False  # whether DeepSpeed's engine runs Megatron-LM's model
     cuda_launch_blocking: bool = False  # whether the host waits for each kernel
-    cuda_graph_impl: str | None = None  # one CUDA graph for all passes of a step
+    cuda_graph_impl: str | None = None  # CUDA graphs: of all passes of a step, or of modules
+    cuda_graph_modules: tuple[str, ...] = ()  # these modules
 
     def __new__(cls, *args: Any, **options: Any) -> StackOptions:
         for option in options:
@@ -113,6 +119,11 @@ class StackOptions(Spec):
     @property
     def checks_losses(self) -> bool:
         """Whether the host waits for each micro-batch's loss before the backward pass, to check it for NaN."""
+        return False
+
+    @property
+    def counts_tokens_on_host(self) -> bool:
+        """Whether each forward pass of experts waits until the host knows the number of tokens of each expert."""
         return False
 
     @property

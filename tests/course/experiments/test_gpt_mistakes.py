@@ -5,6 +5,7 @@ import torch
 
 from llmlab.course.experiments import gpt_mistakes
 from llmlab.course.experiments.gpt_mistakes import BYTES, MODELS, RATES, bigram_loss, build, curve, run, stored_curves
+from llmlab.course.techniques.training_loop import Recipe
 
 
 def test_the_stored_curves_separate_the_models():
@@ -20,11 +21,11 @@ def test_the_stored_curves_separate_the_models():
 
 def test_a_run_trains_each_model_and_repeats_itself(monkeypatch):
     monkeypatch.setattr(gpt_mistakes, "RATES", RATES[:2])
-    monkeypatch.setitem(gpt_mistakes.SPEC, "n_embd", 32)  # smaller than that of the stored curves
-    result = run(steps=2, seeds=1)
-    assert result["steps"] == [0, 1, 2] and list(result["curves"]) == list(MODELS)
+    monkeypatch.setattr(gpt_mistakes, "Recipe", lambda *steps, **more: Recipe(*steps, **more | {"eval_batches": 1}))
+    result = run(steps=1, seeds=1)
+    assert result["steps"] == [0, 1] and list(result["curves"]) == list(MODELS)
     rate = RATES[result["rates"]["right"].index(min(result["rates"]["right"]))]
-    assert [loss for _, loss in curve("right", 2, 0, rate)] == result["curves"]["right"][0]
+    assert [loss for _, loss in curve("right", 1, 0, rate)] == result["curves"]["right"][0]
     assert result["bigram"] == stored_curves()["bigram"]
 
 

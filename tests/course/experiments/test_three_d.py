@@ -10,7 +10,7 @@ from llmlab.course.experiments.train import check, main, make_job, run_job, trai
 from llmlab.ranks.launch import launch
 from llmlab.specs.run import Training
 
-STEPS = 5
+STEPS = 3
 
 
 def of_all(jobs):

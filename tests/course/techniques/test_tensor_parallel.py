@@ -73,7 +73,7 @@ def kept_outside_the_pairs(sequence_parallel):
     return {"shapes": shapes, "bytes": sum(kept)}
 
 
-def job(engine="scratch", steps=3, **changes):
+def job(engine="scratch", steps=2, **changes):
     return Job("tensor_parallel", Training(**{"micro_batch": 8, "seq_len": 64, **changes}), engine, steps)
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from ....specs.parameters import ROW_PARALLEL
 from ....specs.stacks import Megatron
+from ...again import module_again
 from ..float8 import ACTIVATION
 from ..share import Share, adapted
 from .described import Block, Cut, Height, Kept, Loss
@@ -77,6 +78,7 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     recipe, stack = share.run.fp8_recipe, Megatron.of(share.run)
     # transformer/mlp.py, glu: SiLU of one half, times the other with glu_linear_offset added
     unfused = spec.gated and not stack.bias_swiglu_fusion
+    inner = "m" if spec.experts else "f"
     storage: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
     once = ACTIVATION[recipe] if recipe else 1
     sent = routed(share)
@@ -105,13 +107,12 @@ def _saved(share: Share) -> tuple[Kept, ...]:
         Kept("self_attn_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
         Kept("pre_mlp_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("pre_mlp_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
-        # With experts, this is the input of their router.
-        read("linear_fc1: its input", "linear inputs", "h", "tokens", once, "mlp", False),
-        *_routing(share),
+        *(_routing(share) if spec.experts else ()),
+        read("linear_fc1: its input", "linear inputs", "h", "tokens", sent * once, "mlp", False),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
-        Kept("activation: its input", "mlp", "f", "product", "heads", sent * (2 if spec.gated else 1)),
-        Kept("activation: what SiLU and the offset's sum made", "mlp", "f", "product", "heads", 2 if unfused else 0),
-        read("linear_fc2: its input", "mlp", "f", "heads", sent * once, "mlp", True),
+        Kept("activation: its input", "mlp", inner, "product", "heads", sent * (2 if spec.gated else 1)),
+        Kept("activation: what SiLU and the offset's sum made", "mlp", inner, "product", "heads", 2 if unfused else 0),
+        read("linear_fc2: its input", "mlp", inner, "heads", sent * once, "mlp", True),
         Kept("mlp_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
     )  # fmt: skip
 
@@ -129,14 +130,12 @@ def _routing(share: Share) -> tuple[Kept, ...]:
     """Return the lines between the norm and the experts: transformer/moe/router.py, moe_utils.py, and
     token_dispatcher.py with all-to-all."""
     spec, sent = share.spec, routed(share)
-    if not spec.experts:
-        return ()
     # The top experts and their softmax in fp32; for each expert, its probability and whether it is chosen; for each
     # chosen token, its position, twice, and its probability.
     chosen, places = (8 + 4) * spec.experts_per_token + (2 + 1) * spec.experts, (8 + 8 + 2) * sent
     return (
+        Kept("router: its input", "linear inputs", "h", "product", "tokens"),
         Kept("router: who goes where", "router", "1", "byte", "tokens", chosen + places),
-        Kept("experts: their inputs", "linear inputs", "h", "product", "tokens", sent),
     )
 
 
@@ -153,6 +152,19 @@ def _attention(share: Share) -> tuple[Kept, ...]:
         Kept("core_attention: queries", "q, k, v", "Q", "product", "heads"),
         Kept("core_attention: keys, values", "q, k, v", "Q" if grouped and unfused else "K", "product", "heads", 2),
     ]
+    if own and grouped and spec.qk_norm and module_again(run, "core_attn"):  # its inputs are those before the copies
+        rows[1:] = (
+            Kept("core_attention: keys", "q, k, v", "K", "product", "heads"),
+            Kept("core_attention: keys, values, of all heads", "scores", "Q", "product", "heads", 2),
+        )
+    if spec.qk_norm:
+        # Each norm's output is a new tensor, and its input stays. TE's norms save a copy of it (ops/basic/rmsnorm.py).
+        # PyTorch's save the matmul's whole output, of which keys are a view, and a copy of grouped queries.
+        times = 0 if own and not grouped else 2 if own else 1
+        rows.append(Kept("q_layernorm: its input", "q, k, v", "Q", "product", "heads", times))
+        rows.append(Kept("k_layernorm: its input", "q, k, v", "K", "product", "heads", times))
+        rows.append(Kept("q_layernorm: statistics", "norms", "H", "fp32", "heads"))
+        rows.append(Kept("k_layernorm: statistics", "norms", "G", "fp32", "heads"))
     if own and rotated and not grouped:
         rows.append(Kept("core_attention: queries, rotated", "q, k, v", "Q", "product", "heads"))
         rows.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))

@@ -6,7 +6,7 @@ from math import ceil
 
 from ....specs.model import ModelSpec
 from ....specs.parameters import ROW_PARALLEL
-from ....specs.run import Training
+from ....specs.run import Training, stack_of
 from ....specs.stacks import Megatron
 from ...again import module_again, whole_again
 from ...memory.share import Share
@@ -40,6 +40,8 @@ def block(share: Share) -> float:
         rotation        reads and writes queries and keys, also in the backward pass, or `UNFUSED_ROTATION`; then the
                         gradients of queries, keys and values are concatenated, which Transformer Engine's attention
                         does not need if nothing is rotated
+            norms of heads  queries and keys: read and written, and contiguous copies of keys before
+        experts         see `routed`
         eager attention's scores        see `softmax`, and a copy that reorders attention's output
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
@@ -58,13 +60,19 @@ def block(share: Share) -> float:
     if spec.gated and not stack.bias_swiglu_fusion:
         biases = 2 * inputs if spec.mlp_bias else 0
         activated = Pass((UNFUSED_SWIGLU.forward + biases) * width, UNFUSED_SWIGLU.backward * width)
+    if stack.use_transformer_engine_op_fuser:
+        activated = Pass(0, 0)
     rotation = Pass(0, 0) if spec.learned_positions else Pass(2, 2) if stack.rotates_at_once else UNFUSED_ROTATION
     joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
     forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
     backward = spec.hidden * (norms * (2 * r + c) + 2 * (3 * r + dropped.backward)) + rows
+    if spec.experts:
+        forward, backward = forward + routed(share), backward + routed(share)
+    headed = Pass(c * (2 * Q + 4 * K), 3 * c * (Q + K)) if spec.qk_norm else Pass(0, 0)
     divided = run.tp if run.sequence_parallel else 1
-    forward = forward / divided + (rotation.forward * turned + activated.forward) / run.tp
-    backward = backward / divided + (rotation.backward * turned + joined + activated.backward + columns) / run.tp
+    forward = forward / divided + (rotation.forward * turned + headed.forward + activated.forward) / run.tp
+    backward = backward / divided
+    backward += (rotation.backward * turned + headed.backward + joined + activated.backward + columns) / run.tp
     again = whole_again(spec, run)
     repeated, scores = again * forward, 0.0
     if module_again(run, "mlp"):
@@ -75,6 +83,32 @@ def block(share: Share) -> float:
         one = softmax(share)
         scores = ((one.forward + 2 * c * Q) * (1 + again) + one.backward) / run.tp
     return T * (forward + repeated + backward + scores)
+
+
+def token_copies(spec: ModelSpec, run: Training, destinations: int) -> float:
+    """Return how often a token is sent to experts that are spread evenly over `destinations` ranks or nodes: once to
+    each expert, or with a flexible dispatcher once to each destination that has at least one of them."""
+    if stack_of(run).moe_flex_dispatcher_backend is None:
+        return spec.experts_per_token
+    return float(destinations * (1 - (1 - 1 / destinations) ** spec.experts_per_token))
+
+
+def routed(share: Share) -> float:
+    """Return the bytes per token that kernels move in a pass to order tokens by experts and to sum the experts' outputs
+    (transformer/moe/token_dispatcher.py). The backward pass moves as many.
+
+        all-to-all      permute: reads a token, writes its copies; sort by expert, on arrival and before the return;
+                        unpermute: reads the copies, writes their sum; in fp8, copies with padding, and without it again
+                        (experts.py, quantization_padding)
+        flexible        permute: reads what arrived, writes the copies, padded if necessary; unpermute: the reverse
+    """
+    spec, run = share.spec, share.run
+    copies = spec.experts_per_token * run.expert_imbalance
+    if Megatron.of(run).moe_flex_dispatcher_backend:
+        moves = 2 * (run.expert_imbalance * token_copies(spec, run, run.ep) + copies)
+    else:
+        moves = 2 * (1 + copies) + 4 * copies * (run.ep > 1) + 4 * copies * bool(run.fp8_recipe)
+    return moves * spec.hidden * share.bytes.compute * spec.moe_layers / spec.layers
 
 
 def softmax(share: Share) -> Pass:
