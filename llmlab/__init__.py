@@ -22,6 +22,7 @@ from .notebook.widget import calculator
 from .report import Comparison, Report
 from .serving.service import Service
 from .simulation.simulator import simulator
+from .specs.experts import expert_imbalance
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
 from .specs.stacks import DeepSpeed, LitGPT, Megatron, Nanotron, Torchtitan, Torchtune
@@ -49,6 +50,7 @@ __all__ = [
     "compare",
     "doctor",
     "estimate",
+    "expert_imbalance",
     "explain",
     "fix",
     "gpu",

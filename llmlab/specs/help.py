@@ -25,7 +25,8 @@ HELP = {
     "ep": "Number of expert-parallel ranks. These ranks are part of the --dp ranks, so their number must be a "
     "divisor of --dp. For Megatron-LM, they are part of all ranks of a pipeline stage that hold whole experts.",
     "expert_imbalance": "Tokens of the busiest expert-parallel rank, divided by the mean of all ranks. The minimum is "
-    "1 (all ranks have equally many tokens), and the maximum is the value of --ep.",
+    "1 (all ranks have equally many tokens), and the maximum is the value of --ep. `lab.expert_imbalance` computes "
+    "this number from the measured tokens of each expert.",
     "dp_replicate": "Number of copies of the sharded model (HSDP). This number must be a divisor of --dp.",
     "sync_each_batch": "Let FSDP reduce gradients after each micro-batch. With --no-sync-each-batch, FSDP reduces them "
     "only after the last micro-batch.",
