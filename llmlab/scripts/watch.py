@@ -88,7 +88,8 @@ class Watch:
 
     One update may call several optimizers, each after its own loss (the two networks of a GAN), or one of them for one
     part of its parameters at a time. It ends with:
-    - DeepSpeed's engine.step, in which ZeRO calls its optimizer for each group of parameters, or each part of a group;
+    - DeepSpeed's engine.step, in which ZeRO calls its optimizer for each group of parameters, or each part of a group,
+      if it was the last of all engines (PPO has one for the actor and one for the critic) or the same one as before;
     - an optimizer's step outside a backward pass, if it was the last of all optimizers;
     - otherwise, the first sign of the next update: another step of the same parameters or, after a backward pass, at
       the same place of the code. If hooks step in the backward pass, it is the next backward pass.
@@ -106,6 +107,9 @@ class Watch:
         self._untimed: str | None = None  # a dtype whose matmuls have no known time
         self._stepping: list[Any] = []  # optimizers whose step runs, each inside the one before it
         self._in_engine = False  # DeepSpeed's engine.step runs
+        self._engine_stepped = False  # its optimizer has stepped, as it does after the last micro-batch
+        self._engines: WeakSet[Any] = WeakSet()  # all engines that existed when a new one first stepped
+        self._stepped_engines: WeakSet[Any] = WeakSet()  # those that this update has stepped
         self._stepped: set[int] = set()  # ids of the parameters that this update has stepped
         self._places: set[Place] = set()  # the places of the code at which it stepped
         self._in_pass = False  # whether hooks have stepped in a backward pass
@@ -192,16 +196,23 @@ class Watch:
         return backward
 
     def _engine_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return DeepSpeedEngine.step with a counter: it is a whole update, or none between micro-batches."""
+        """Return DeepSpeedEngine.step with a counter. Between micro-batches, it steps nothing."""
 
         @wraps(real)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self._in_engine = True
+        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if engine in self._stepped_engines:
+                self._end_update()
+            self._in_engine, self._engine_stepped = True, False
             try:
-                returned = real(*args, **kwargs)
+                returned = real(engine, *args, **kwargs)
             finally:
                 self._in_engine = False
-            self._end_update()
+            if self._engine_stepped:
+                if engine not in self._engines:
+                    self._engines = WeakSet(_all_engines())
+                self._stepped_engines.add(engine)
+                if self._engines <= self._stepped_engines:
+                    self._end_update()
             return returned
 
         return step
@@ -222,6 +233,7 @@ class Watch:
         self._stepped.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         self._operators_done, self._events_done = len(self._operators), self.sim.events
         self._in_pass = self._in_pass or _in_backward()
+        self._engine_stepped = self._engine_stepped or self._in_engine
         if self._stepping or self._in_engine or _in_backward():
             return  # another optimizer steps this one, or only part of the parameters stepped
         self._passed_since = False
@@ -248,6 +260,7 @@ class Watch:
         self._find_holder()
         self.sim.end_step(self._events_done)
         self._stepped.clear()
+        self._stepped_engines.clear()
         self._places.clear()
         self._in_pass = False
         next_operators = self._operators[self._operators_done :]  # those of the next update
@@ -372,6 +385,14 @@ def _all_optimizers() -> list[Any]:
     from torch.optim import Optimizer
 
     return [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]
+
+
+def _all_engines() -> list[Any]:
+    """Return DeepSpeed's engines that train; that of a reference model has no optimizer."""
+    from ..base.compat import symbol
+
+    kind = symbol("deepspeed.runtime.engine.DeepSpeedEngine")
+    return [item for item in gc.get_objects() if issubclass(type(item), kind) and item.optimizer_name()]
 
 
 def _trained(optimizer: Any) -> list[Any]:

@@ -367,6 +367,35 @@ for step in range(10):
 """
 
 
+ACTOR_CRITIC = """
+import deepspeed, torch
+def engine(width, train=True):
+    config = {{"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": {micro_batches},
+              "bf16": {{"enabled": True}}, "zero_optimization": {{"stage": 2 if train else 0}}}}
+    if train:
+        config["optimizer"] = {{"type": "AdamW", "params": {{"lr": 1e-4, "torch_adam": True}}}}
+    return deepspeed.initialize(model=torch.nn.Linear(width, width), config=config)[0]
+actor, critic, reference = engine(1024), engine(512), engine(1024, train=False)
+for step in range(10):
+    for part, width in ((actor, 1024), (critic, 512)):
+        x = torch.randn(8, width, device=part.device, dtype=torch.bfloat16)
+        part.backward(part(x).float().pow(2).mean())
+        part.step()
+    print("actor and critic")
+"""
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_engines_of_an_actor_and_a_critic_step_once_in_an_update(answer, micro_batches):
+    """deepspeedai/DeepSpeedExamples, applications/DeepSpeed-Chat, ppo_trainer.py; the engine of the reference model
+    steps never."""
+    pytest.importorskip("deepspeed")
+    script = ACTOR_CRITIC.format(micro_batches=micro_batches)
+    report, printed = answer(script, "--steps", 2, launcher=["deepspeed", "--num_gpus", "2"])
+    done = 2 * micro_batches - 1  # the last update ends inside its turn of the loop
+    assert (report["steps"], printed.count("actor and critic")) == (2, done)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_steps_each_group_of_parameters_in_one_update(answer, stage):
     """https://github.com/cloneofsimo/min-max-gpt/pull/10; the Trainer's two groups have and have not weight decay."""
