@@ -52,10 +52,10 @@ def served(row: Row, it: Predicted) -> Predicted:
     return Predicted(tokens_of_gpu / (tokens_of_gpu / it.rate + more))
 
 
-def shown(found: Pairs) -> list[list[str]]:
+def shown(predictions: Pairs) -> list[list[str]]:
     """Return a line of the table for each row."""
     lines = []
-    for row, it in found:
+    for row, it in predictions:
         run, error = row.run, f"{it.rate / row.measured - 1:+.1%}" if it.rate else it.why
         inside = "yes" if it.low and it.high and it.low <= row.measured <= it.high else "no"
         degrees = " ".join(f"{axis}{getattr(run, axis)}" for axis in ("tp", "pp", "ep") if getattr(run, axis) > 1)
@@ -75,9 +75,9 @@ def main(out: Path | None) -> None:
               "within the 80 % interval"]  # fmt: skip
     text, others = [], []
     for name, rows in parts(read(ROWS)).items():
-        found: Pairs = [(row, predict(row)) for row in rows]
-        text += titled_table(f"{name}: {errors(found)}", header, shown(found))
-        others += [(row, served(row, it)) for row, it in found]
+        predictions: Pairs = [(row, predict(row)) for row in rows]
+        text += titled_table(f"{name}: {errors(predictions)}", header, shown(predictions))
+        others += [(row, served(row, it)) for row, it in predictions]
     text += [f"All rows with the expert kernels of serving engines: {errors(others)}", ""]
     whole = "\n".join([*text, provenance("llmlab")])
     print(whole)

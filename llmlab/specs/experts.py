@@ -30,7 +30,7 @@ def expert_imbalance(tokens: Sequence[Any], ep: int) -> float:
 def _busiest(tokens: Any, ep: int) -> float:
     numbers = isinstance(tokens, Sequence) and all(isinstance(n, (int, float)) for n in tokens)
     if not numbers or not all(0 <= n < float("inf") for n in tokens) or not sum(tokens):
-        raise SpecError(f"tokens={tokens!r}: give the number of tokens of each expert, of which one is above 0")
+        raise SpecError(f"tokens={tokens!r}: give the number of tokens of each expert; at least one must be above 0")
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1 or len(tokens) % ep:
         raise SpecError(f"ep={ep!r} does not divide the {len(tokens)} experts; give a divisor")
     own = len(tokens) // ep

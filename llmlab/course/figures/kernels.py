@@ -83,8 +83,8 @@ def draw_graph_break() -> Picture:
     return finished(
         picture,
         "Above: the first graph computes the norm and writes y to memory. Python waits for a number of it, and the "
-        "second graph reads y again. Below: without .item() there is a single graph. It writes y, of which the list "
-        "holds a view, and 2y, and nothing reads y again.",
+        "second graph reads y again. Below: without .item() there is a single graph. It writes y, because the list "
+        "holds a view of it, and 2y. Nothing reads y again.",
     )
 
 
