@@ -89,7 +89,7 @@ class Watch:
     One update may call several optimizers, each after its own loss (the two networks of a GAN), or one of them for one
     part of its parameters at a time. It ends with:
     - DeepSpeed's engine.step, in which ZeRO calls its optimizer for each group of parameters, or each part of a group,
-      if it was the last of all engines (PPO has one for the actor and one for the critic) or the same one as before;
+      if it was the last of all engines (PPO has one for the actor and one for the critic), or if one steps again;
     - an optimizer's step outside a backward pass, if it was the last of all optimizers;
     - otherwise, the first sign of the next update: another step of the same parameters or, after a backward pass, at
       the same place of the code. If hooks step in the backward pass, it is the next backward pass.

@@ -23,14 +23,15 @@ def expert_imbalance(tokens: Sequence[Any], ep: int) -> float:
     >>> expert_imbalance([[300, 100, 100, 100], [150, 150, 150, 150]], ep=2)
     1.1666666666666665
     """
-    layers = tokens if tokens and isinstance(tokens[0], Sequence) else [tokens]
+    nested = isinstance(tokens, Sequence) and len(tokens) > 0 and isinstance(tokens[0], Sequence)
+    layers = tokens if nested else [tokens]
     return fmean(_busiest(layer, ep) for layer in layers)
 
 
 def _busiest(tokens: Any, ep: int) -> float:
     numbers = isinstance(tokens, Sequence) and all(isinstance(n, (int, float)) for n in tokens)
     if not numbers or not all(0 <= n < float("inf") for n in tokens) or not sum(tokens):
-        raise SpecError(f"tokens={tokens!r}: give the number of tokens of each expert; at least one must be above 0")
+        raise SpecError(f"tokens={tokens!r}: give a list of the tokens of each expert; at least one must be above 0")
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1 or len(tokens) % ep:
         raise SpecError(f"ep={ep!r} does not divide the {len(tokens)} experts; give a divisor")
     own = len(tokens) // ep

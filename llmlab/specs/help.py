@@ -23,7 +23,8 @@ HELP = {
     "virtual_stages": "Virtual stages on each pipeline-parallel rank. Numbers above 1 select interleaved 1F1B.",
     "cp": "Number of context-parallel ranks.",
     "ep": "Number of expert-parallel ranks. These ranks are part of the --dp ranks, so their number must be a "
-    "divisor of --dp. For Megatron-LM, they are part of all ranks of a pipeline stage that hold whole experts.",
+    "divisor of --dp. With --stack megatron, it must be a divisor of dp × cp × tp, divided by the ranks that share an "
+    "expert.",
     "expert_imbalance": "Tokens of the busiest expert-parallel rank, divided by the mean of all ranks. The minimum is "
     "1 (all ranks have equally many tokens), and the maximum is the value of --ep. `lab.expert_imbalance` computes "
     "this number from the measured tokens of each expert.",

@@ -16,11 +16,11 @@ def test_a_pasted_config_of_the_trainers_resolves_auto_by_what_is_given():
         "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
     }  # fmt: skip
-    told = {"precision": "mixed-bf16", "micro_batch": 2, "accumulation": 4, "dp": 8}
-    assert lab.Training.from_deepspeed(config, **told) == lab.Training(**told, zero=3)
+    options = {"precision": "mixed-bf16", "micro_batch": 2, "accumulation": 4, "dp": 8}
+    assert lab.Training.from_deepspeed(config, **options) == lab.Training(**options, zero=3)
     for field in ("precision", "micro_batch", "accumulation"):
         with pytest.raises(SpecError, match=f'"auto".*give {field}='):
-            lab.Training.from_deepspeed(config, **{k: v for k, v in told.items() if k != field})
+            lab.Training.from_deepspeed(config, **{k: v for k, v in options.items() if k != field})
 
 
 @pytest.mark.parametrize("kind", ["arguments", "to_dict", "file"])

@@ -110,8 +110,8 @@ def test_attention_pinned_to_the_memory_efficient_kernel_has_the_mask_too(settin
 
 @pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
 def test_eager_attention_copies_values_of_several_sequences(precision):
-    """Its product cannot merge batch and heads in a view of what Phi-3 projects queries, keys and values to at once;
-    kept whole, that would be 3 % more."""
+    """Phi-3 computes queries, keys and values in one matmul. The product with the values cannot merge batch and heads in
+    a view of its output, so it copies them. Saving the whole output instead would be 3 % more."""
     wide = {**PHI, "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "sliding_window": None}
     run = lab.Training(micro_batch=8, seq_len=256, attention="eager", precision=precision)
     estimate, simulation = lab.estimate(wide, run, "A100-80GB"), lab.simulate(wide, run, "A100-80GB")
@@ -154,7 +154,7 @@ def test_adapters_keep_their_inputs_and_results_in_the_dtype_that_computes_them(
 )
 @pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
 def test_of_the_first_block_nothing_is_kept_before_its_first_adapter(targets, precision):
-    """Its input has no gradient. Of three blocks that is up to a third of what they keep."""
+    """The input of the first block has no gradient. Three blocks therefore keep up to a third less."""
     run = lab.Training(micro_batch=2, seq_len=2048, precision=precision, lora=lab.LoRA(rank=8, targets=targets))
     estimate, simulation = lab.estimate(WIDE, run, "A100-80GB"), lab.simulate(WIDE, run, "A100-80GB")
     assert estimate.phases["backward"] == pytest.approx(simulation.phases["backward"], rel=0.02)

@@ -33,7 +33,7 @@ LONG = 4600  # tokens: beyond every preset's sliding window
 
 
 def held(cache: DynamicCache | StaticCache) -> int:
-    """Bytes of memory under a cache's tensors: a view holds on to all of what it looks into."""
+    """Bytes of memory under a cache's tensors: a view keeps the whole memory that it looks into."""
     return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
 
 

@@ -66,8 +66,8 @@ def test_the_host_waits_for_the_numbers_of_tokens_unless_graphs_or_a_capacity_re
 
 
 def test_the_fused_mlp_moves_nothing_for_swiglu_and_its_casts():
-    """Which else reads 2 widths of 16 bits and writes 1, backward 3 and 2; casts read 2 bytes and write 2, of 1 width
-    and in the backward pass of 2."""
+    """Without it, SwiGLU reads 2 widths of 16 bits and writes 1, and its backward pass reads 3 and writes 2. Casts read
+    2 bytes and write 2 for each number, of 1 width in the forward pass and of 2 in the backward pass."""
     one, several = (time(with_options(fp8_recipe="mxfp8", use_transformer_engine_op_fuser=on)) for on in (True, False))
     elements = RUN.accumulation * RUN.tokens * SPEC.layers * SPEC.experts_per_token * SPEC.moe_intermediate
     less = (several["elementwise"] - one["elementwise"]) * kernels("GB200").bandwidth
@@ -91,8 +91,8 @@ def test_dense_layers_among_experts_are_refused():
 
 
 def test_published_mixtures_are_predicted():
-    """The issue's bar, a median of 15 %, for the rows that nobody looked at before they were predicted."""
+    """To 15 % at the median, also in the two parts that nobody looked at before they were predicted."""
     for title, rows in parts(read(ROWS)).items():
-        found = errors([(row, predict(row)) for row in rows])
-        assert found.known == found.rows > 4, title
-        assert found.median < 0.15 and found.inside >= 0.8, title
+        off = errors([(row, predict(row)) for row in rows])
+        assert off.known == off.rows > 4, title
+        assert off.median < 0.15 and off.inside >= 0.8, title

@@ -49,4 +49,4 @@ def test_eager_operators_of_a_block_move_what_they_read_and_write():
     written_out = moved(stack="torchtitan:ac=none,norm_type=rmsnorm")
     assert written_out - moved() == 2 * h * (36 - 4 + 92 - 6)  # test_traffic.py counts those
     halves = moved(tp=2, sequence_parallel=True) - moved() / 2
-    assert halves == 3 * 6 * h / 2  # sums of gradients of what all ranks have whole
+    assert halves == 3 * 6 * h / 2  # sums of the gradients of weights that every rank has whole

@@ -159,7 +159,7 @@ def _attention(share: Share) -> tuple[Kept, ...]:
         )
     if spec.qk_norm:
         # Each norm's output is a new tensor, and its input stays. TE's norms save a copy of it (ops/basic/rmsnorm.py).
-        # PyTorch's save the matmul's whole output, of which keys are a view, and a copy of grouped queries.
+        # PyTorch's save the matmul's whole output (keys are a view of it), and a copy of grouped queries.
         times = 0 if own and not grouped else 2 if own else 1
         rows.append(Kept("q_layernorm: its input", "q, k, v", "Q", "product", "heads", times))
         rows.append(Kept("k_layernorm: its input", "q, k, v", "K", "product", "heads", times))
