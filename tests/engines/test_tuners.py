@@ -22,10 +22,10 @@ def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
     spec = lab.model("meta-llama/Llama-3.1-8B")
     options = "fp8_recipe=mxfp8,fp8_param_gather=true,defer_embedding_wgrad_compute=true,wgrad_deferral_limit=22"
     run = lab.Training(pp=2, accumulation=4, stack=f"megatron:{options}")
-    written = " ".join(megatron_arguments(run, spec))
-    assert "--fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag" in written
-    assert "--use-distributed-optimizer" in written  # which alone gathers them, of one rank too
-    assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in written
+    arguments = " ".join(megatron_arguments(run, spec))
+    assert "--fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag" in arguments
+    assert "--use-distributed-optimizer" in arguments  # which alone gathers them, of one rank too
+    assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in arguments
     experts = lab.Training(dp=4, tp=2, sequence_parallel=True, ep=8, stack=(
         "megatron:expert_tensor_parallel_size=1,moe_flex_dispatcher_backend=hybridep,overlap_moe_expert_parallel_comm="
         "true,cuda_graph_impl=transformer_engine,cuda_graph_modules=moe_router"))  # fmt: skip
@@ -36,20 +36,20 @@ def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
         "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router",
     } <= set(megatron_arguments(experts, lab.model("Qwen/Qwen3-30B-A3B")))  # fmt: skip
     graph = replace(run, stack="megatron:cuda_graph_impl=full_iteration")
-    written = " ".join(megatron_arguments(graph, spec))
-    assert "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad" in written  # it asks for both
+    arguments = " ".join(megatron_arguments(graph, spec))
+    assert "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad" in arguments  # it asks for both
     run = lab.Training(stack="megatron:gradient_accumulation_fusion=false,overlap_p2p_communication=false")
     assert {"--no-gradient-accumulation-fusion", "--no-overlap-p2p-communication"} <= set(megatron_arguments(run, spec))
     run = lab.Training(stack="megatron:bias_swiglu_fusion=false,apply_rope_fusion=false,overlap_param_gather=false",
                        dp=2, zero=1)  # fmt: skip
-    written = megatron_arguments(run, spec)
-    assert {"--no-bias-swiglu-fusion", "--no-rope-fusion", "--overlap-grad-reduce"} <= set(written)
+    arguments = megatron_arguments(run, spec)
+    assert {"--no-bias-swiglu-fusion", "--no-rope-fusion", "--overlap-grad-reduce"} <= set(arguments)
     with pytest.raises(SpecError, match="of today has no such argument"):
         megatron_arguments(lab.Training(stack="megatron:async_tensor_model_parallel_allreduce=false"), spec)
     with pytest.raises(SpecError, match="gradient_accumulation_fusion=False: Megatron-LM refuses it"):
         lab.Megatron(gradient_accumulation_fusion=False, defer_embedding_wgrad_compute=True)
-    written = megatron_arguments(lab.Training(stack="megatron:use_precision_aware_optimizer=true"), spec)
-    assert {"--use-precision-aware-optimizer", "--use-distributed-optimizer"} <= set(written)
+    arguments = megatron_arguments(lab.Training(stack="megatron:use_precision_aware_optimizer=true"), spec)
+    assert {"--use-precision-aware-optimizer", "--use-distributed-optimizer"} <= set(arguments)
     with pytest.raises(lab.SpecError, match="distributed_fused_adam='fp32' is NeMo 1's"):
         megatron_arguments(lab.Training(stack="megatron:distributed_fused_adam=fp32"), spec)
 
@@ -58,12 +58,12 @@ RUN = lab.Training(2, 512, "bf16", accumulation=4, lora=lab.LoRA(8, ("q_proj", "
 
 
 def test_axolotls_settings_are_the_runs():
-    written = axolotl_config(RUN, "m")
+    config = axolotl_config(RUN, "m")
     assert {"base_model": "m", "sequence_len": 512, "micro_batch_size": 2, "gradient_accumulation_steps": 4,
             "bf16": True, "fp16": False, "float16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0,
             "adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "load_in_4bit": False,
-            "lora_target_modules": ["q_proj", "v_proj"], "attn_implementation": "sdpa"}.items() <= written.items()
-    assert "deepspeed" not in written and "gradient_checkpointing_kwargs" not in written
+            "lora_target_modules": ["q_proj", "v_proj"], "attn_implementation": "sdpa"}.items() <= config.items()
+    assert "deepspeed" not in config and "gradient_checkpointing_kwargs" not in config
     more = replace(RUN, checkpointing="full", quantization="nf4", attention="flash", kernels="liger",
                    lora=lab.LoRA(8, alpha=4))  # fmt: skip
     assert {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "lora_alpha": 4,
@@ -76,10 +76,10 @@ def test_axolotls_settings_are_the_runs():
 
 
 def test_llama_factorys_settings_are_the_runs():
-    written = llama_factory_config(RUN, "m")
+    config = llama_factory_config(RUN, "m")
     assert {"finetuning_type": "lora", "cutoff_len": 512, "per_device_train_batch_size": 2, "pure_bf16": True,
             "lora_rank": 8, "lora_alpha": 16, "lora_target": "q_proj,v_proj", "flash_attn": "sdpa",
-            "disable_gradient_checkpointing": True}.items() <= written.items()
+            "disable_gradient_checkpointing": True}.items() <= config.items()
     more = replace(RUN, precision="fp16", checkpointing="full", quantization="int8", lora=lab.LoRA(8, alpha=4))
     assert {"fp16": True, "quantization_bit": 8, "double_quantization": False, "lora_alpha": 4,
             "use_reentrant_gc": False,

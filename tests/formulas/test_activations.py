@@ -110,8 +110,8 @@ def test_attention_pinned_to_the_memory_efficient_kernel_has_the_mask_too(settin
 
 @pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
 def test_eager_attention_copies_values_of_several_sequences(precision):
-    """Phi-3 computes queries, keys and values in one matmul. The product with the values cannot merge batch and heads in
-    a view of its output, so it copies them. Saving the whole output instead would be 3 % more."""
+    """Phi-3 computes queries, keys and values in one matmul. The product with the values cannot merge batch and heads
+    in a view of its output, so it copies them. Saving the whole output instead would be 3 % more."""
     wide = {**PHI, "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "sliding_window": None}
     run = lab.Training(micro_batch=8, seq_len=256, attention="eager", precision=precision)
     estimate, simulation = lab.estimate(wide, run, "A100-80GB"), lab.simulate(wide, run, "A100-80GB")
