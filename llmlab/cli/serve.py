@@ -133,7 +133,7 @@ def _launched(show: Callable, model: str, service: Service, gpu: str, as_json: b
     from ..serving.launch import launch_line
     from ..serving.report import possible
 
-    possible(find_model(model), service, find_gpu(gpu))
+    service = possible(find_model(model), service, find_gpu(gpu))
     line = launch_line(find_model(model).name, service)
     show(_dump({"command": line}) if as_json else line)
     return 0

@@ -141,7 +141,7 @@ def _llamacpp(model: str, service: Service) -> list[str]:
     return [
         "llama-server",
         *_given({
-            "--model": f"{model.split('/')[-1]}-{mix_named(service.weights)}.gguf",
+            "--model": f"{model.split('/')[-1]}-{mix_named(service.stored)}.gguf",
             "--n-gpu-layers": service.n_gpu_layers,
             "--ctx-size": service.slots * slot_tokens(service),
             "--parallel": service.slots,

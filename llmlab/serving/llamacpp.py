@@ -122,7 +122,7 @@ def buffers(spec: ModelSpec, service: Service, gpu: GPU) -> Buffers:
 
 @lru_cache(maxsize=1 << 10)
 def _buffers(spec: ModelSpec, service: Service, gpu: GPU, offloaded: int) -> Buffers:
-    on_gpu, on_cpu = _weights(spec, service.weights, offloaded)
+    on_gpu, on_cpu = _weights(spec, service.stored, offloaded)
     cells = slot_tokens(service)
     kv = service.slots * cache_bytes(spec, service, cells)
     kv_gpu = kv * on_gpu.layers // spec.layers
@@ -273,7 +273,7 @@ def step_seconds(
     on the GPU, to which the weights are sent.
     """
     memory = buffers(spec, service, gpu)
-    on_gpu, on_cpu = _weights(spec, service.weights, memory.offloaded)
+    on_gpu, on_cpu = _weights(spec, service.stored, memory.offloaded)
     rows = max(1, sequences + tokens)
     passes = ceil(rows / UBATCH)
     each = rows / passes
@@ -285,7 +285,7 @@ def step_seconds(
     def computed(weights: _Weights) -> float:
         dense, routed = 2 * each * weights.dense[1], 2 * each * active * weights.experts[1]
         peak = gpu.peak("fp32")
-        if peak is None or service.weights in ("f16", "fp16", "bf16", "f32"):
+        if peak is None or service.stored in ("f16", "fp16", "bf16", "f32"):
             return kernels.computed(dense + routed, "bf16")
         if each <= VECTOR_ROWS:
             return (dense + routed) / (VECTOR * peak)

@@ -136,7 +136,7 @@ def _layers_bytes(layers: Layers, service: Service, gpu: GPU) -> float:
             matrices = 3 if layer.mlp.gated else 2
             routed = layer.mlp.count * matrices * _expert_elements(layers.hidden, layer.mlp.width, service, gpu)
             shared = matrices * layers.hidden * layer.mlp.shared / (service.tp if service.ep == 1 else 1)
-            stored = BITS[STORED.get(service.weights, service.weights)]
+            stored = BITS[STORED.get(service.stored, service.stored)]
             total += count * (routed * stored / 8 + shared * _bits(service, layer) / 8)
             total += count * layer.mlp.count * layers.hidden * 2
     return total
@@ -148,7 +148,7 @@ def _expert_elements(hidden: int, width: int, service: Service, gpu: GPU) -> flo
     In mxfp4 they are padded as vLLM's kernels need it, hidden size to 256 and a GPU's part of the width to 128 channels
     (vllm/model_executor/layers/fused_moe/oracle/mxfp4.py, read 2026-11-30), but not for Hopper's.
     """
-    if service.weights != "mxfp4" or gpu.compute_capability in (None, HOPPER):
+    if service.stored != "mxfp4" or gpu.compute_capability in (None, HOPPER):
         return hidden * width / service.tp
     ways = service.tp // service.ep  # that divide the width
     return 256 * ceil(hidden / 256) * 128 * ceil(width / ways / 128) / service.ep
@@ -156,9 +156,9 @@ def _expert_elements(hidden: int, width: int, service: Service, gpu: GPU) -> flo
 
 def _bits(service: Service, layer: Layer) -> float:
     """Return the bits of a weight outside of the routed experts."""
-    if service.weights == "mxfp4" or (service.weights in STORED and isinstance(layer.mlp, Experts)):
+    if service.stored == "mxfp4" or (service.stored in STORED and isinstance(layer.mlp, Experts)):
         return 16
-    return BITS[STORED.get(service.weights, service.weights)]
+    return BITS[STORED.get(service.stored, service.stored)]
 
 
 def _mixer_elements(hidden: int, layer: Layer, split: int) -> float:

@@ -31,6 +31,7 @@ RATE_INTERVAL = (0.78, 1.28)  # of tokens per second
 # Of llama.cpp: those of TPOT hold 20 of the 24 speeds of decoding in the archive's figures llama-bench-cuda,
 # -llama-3-8b and -apple, those of TTFT 9 of the 11 prompts of llama-bench-cuda-prompt.
 LLAMA_CPP_INTERVALS = (0.85, 1.2), (0.88, 1.16)
+UNITS = {"fp8": "fp8", "nvfp4": "fp4", "mxfp4": "bf16"}  # the matrix units that kernels for these formats need
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,11 @@ def _waits_more(requests: Sequence[Served]) -> bool:
 
 
 def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
-    """Return the service with the model's longest request filled in. Raises SpecError for what cannot be."""
-    possible(spec, service, gpu)
+    """Return the service with the weights' format and the longest request filled in.
+
+    Raises SpecError if it cannot be served.
+    """
+    service = possible(spec, service, gpu)
     needed = spec.max_positions
     if service.engine == "llama.cpp":
         needed = min(slot_tokens(service), needed)
@@ -193,8 +197,8 @@ def checked(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     return replace(service, max_model_len=longest)
 
 
-def possible(spec: ModelSpec, service: Service, gpu: GPU) -> None:
-    """Raise SpecError where no request of any length can be served so."""
+def possible(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
+    """Return the service with the weights' format filled in. Raises SpecError if no request can be served so."""
     if auto_class(spec.family) == "AutoModelForMaskedLM":
         raise SpecError(f"{spec.name} fills in masked tokens and writes no text; give a model that does")
     if ConfigSizes(text_config(spec.config), spec.name).stacks()[0]:
@@ -204,11 +208,11 @@ def possible(spec: ModelSpec, service: Service, gpu: GPU) -> None:
         raise SpecError(f"{given}: {spec.name} has {spec.max_positions} positions; give no more")
     if service.engine == "trtllm" and gpu.vendor != "NVIDIA":
         raise SpecError(f'engine="trtllm" runs on NVIDIA\'s GPUs, and {gpu.name} is none; give "vllm" or "sglang"')
+    service = _with_format(spec, service, gpu)
     if service.engine == "llama.cpp":
-        return
-    units = {"fp8": "fp8", "nvfp4": "fp4"}.get(service.weights)
-    if units and gpu.peak(units) is None:
-        words = f'weights="{service.weights}": {gpu.name} has no {units} units'
+        return service
+    if not _has_units(service.weights, gpu):
+        words = f'weights="{service.weights}": {gpu.name} has no {UNITS[service.weights]} units'
         raise SpecError(f'{words}; give "bf16", "awq" or "gptq"')
     if service.pp > spec.layers:
         raise SpecError(f"pp={service.pp}: {spec.name} has {spec.layers} layers; give at most as many stages")
@@ -222,6 +226,20 @@ def possible(spec: ModelSpec, service: Service, gpu: GPU) -> None:
             degrees = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
             words = f"tp={split} does not divide the {heads} heads of {spec.name}, and engines give each GPU whole ones"
             raise SpecError(f"{words}; give one of {degrees}")
+    return service
+
+
+def _with_format(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
+    """Return the service with the published format in place of "auto", as engines take it from the checkpoint."""
+    if service.weights != "auto":
+        return service
+    if service.engine == "llama.cpp":
+        return replace(service, weights="mxfp4" if spec.checkpoint == "mxfp4" else "bf16")
+    return replace(service, weights=spec.checkpoint if _has_units(spec.checkpoint, gpu) else "bf16")
+
+
+def _has_units(weights: str, gpu: GPU) -> bool:
+    return weights in WEIGHTS and (weights not in UNITS or gpu.peak(UNITS[weights]) is not None)
 
 
 def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
@@ -236,7 +254,9 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
         return notes
     if service.weights == "bf16" and spec.checkpoint in WEIGHTS:
         words = f"{spec.name} is published in {spec.checkpoint}, and this is the service with weights in bf16"
-        notes.append(Note("checkpoint", f'{words}; give weights="{spec.checkpoint}" to serve it as it is'))
+        instead = f'give weights="{spec.checkpoint}" to serve it as it is'
+        why = instead if _has_units(spec.checkpoint, gpu) else f"{gpu.name} has no {UNITS[spec.checkpoint]} units"
+        notes.append(Note("checkpoint", f"{words}; {why}"))
     if service.weights == "bf16" and gpu.peak("bf16") is None:
         words = f"{gpu.name} has no bf16 units: engines convert the weights to fp16, which has the same size"
         notes.append(Note("fp16", f'{words}; give weights="fp16"'))

@@ -10,7 +10,7 @@ from ..hardware.gpu import GPU
 from ..specs.gguf import MIXES, mix_named
 
 ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp")
-WEIGHTS = ("bf16", "fp16", "fp8", "int8", "awq", "gptq", "mxfp4", "nvfp4")
+WEIGHTS = ("auto", "bf16", "fp16", "fp8", "int8", "awq", "gptq", "mxfp4", "nvfp4")
 KV = ("bf16", "fp16", "fp8")
 # llama.cpp's, common/arg.cpp, kv_cache_types; 16 bits are its f16
 CACHE_TYPES = ("f16", "bf16", "fp16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "f32")
@@ -22,7 +22,7 @@ CHOICES = {
 HELP = {
     "engine": f"Inference engine. One of {', '.join(ENGINES)}.",
     "weights": f"Storage format of the linear layers. One of {', '.join(WEIGHTS)}; with llama.cpp, a GGUF type such as "
-    "q4_k_m or q8_0.",
+    "q4_k_m or q8_0. auto: the format of the published checkpoint, or bf16 if the GPU does not support it.",
     "kv": f"Dtype of the KV cache. One of {', '.join(KV)}; with llama.cpp, one of {', '.join(CACHE_TYPES)}.",
     "tp": "Tensor-parallel GPUs, which share each layer. Default: all GPUs of --gpu, divided by --pp.",
     "pp": "Pipeline stages, each on --tp GPUs.",
@@ -63,27 +63,31 @@ UTILIZATION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, re
 class Service:
     """A deployment of one model on tp · pp GPUs, and the requests that it gets.
 
-    `engine`: "vllm", "sglang", "trtllm" or "llama.cpp". `weights`: what the linear layers are stored in; "mxfp4" and
-    "nvfp4" of a mixture of experts are those of its experts; with llama.cpp a GGUF type ("q4_k_m"). `kv`: the cache's
-    dtype. `tp`: degree of tensor parallelism (llama.cpp gives each GPU some of the layers instead); `pp`: pipeline
-    stages, each with a share of the layers; `ep`: GPUs over which the experts are divided, tp or 1; `dp_attention`:
-    copies of attention, each on tp / dp_attention GPUs with requests of its own. `gpu_memory_utilization`: share of a
-    GPU's memory that the engine takes; `max_model_len`: tokens of the longest request (None: the model's);
-    `max_num_seqs`: requests in a step; `max_num_batched_tokens`: tokens in a step (None: what vLLM's server takes on
-    the GPU, see `limits`).
-    `prefill_interval`: steps of decoding between two looks for new requests; TensorRT-LLM: steps that a new one waits.
-    `draft`: where proposed tokens come from, "mtp" (the model's own layer for it), "eagle3" (one more layer, whose
-    checkpoint may follow a colon), or the name of a smaller model; each step proposes `draft_tokens`, of which
-    the model accepts each with the probability `acceptance` if it accepted those before.
-    `prompt_len` and `output_len`: tokens of a request; with a `range_ratio` below 1 both are drawn evenly from
-    range_ratio · length to length, as load generators do; `prefix_hit`: share of the prompt that the prefix cache
-    has. `concurrency`: users, each of whom waits for an answer before the next request; or `rate`: requests per
-    second that come at random. `n_gpu_layers` (llama.cpp): layers on the GPU, the output layer included (None: as many
-    as fit); the others run on the CPU, whose memory has a bandwidth of `cpu_memory_gb_s` · 10^9 bytes/s.
+    `engine`: "vllm", "sglang", "trtllm" or "llama.cpp". `weights`: storage format of the linear layers; "auto" is the
+    format of the published checkpoint, or bf16 if the GPU has no units for that format; "mxfp4" and "nvfp4" of a
+    mixture of experts apply to its experts; with llama.cpp a GGUF type ("q4_k_m"). `kv`: dtype of the KV cache. `tp`:
+    degree of tensor parallelism (llama.cpp gives each GPU some of the layers instead). `pp`: pipeline stages, each with
+    a share of the layers. `ep`: GPUs over which the experts are divided, tp or 1. `dp_attention`: copies of attention,
+    each on tp / dp_attention GPUs with its own requests.
+
+    `gpu_memory_utilization`: share of each GPU's memory that the engine may use. `max_model_len`: tokens of the longest
+    request (None: the model's maximum). `max_num_seqs`: requests in a step. `max_num_batched_tokens`: tokens in a step
+    (None: the default of vLLM's server on the GPU, see `limits`). `prefill_interval`: decode steps between two checks
+    for new requests; with TensorRT-LLM, steps that a new request waits.
+
+    `draft`: source of proposed tokens: "mtp" (the model's own layer for it), "eagle3" (one more layer, whose checkpoint
+    may follow a colon), or the name of a smaller model. Each step proposes `draft_tokens`; the model accepts each with
+    the probability `acceptance` if it accepted those before.
+
+    `prompt_len` and `output_len`: tokens of a request; with a `range_ratio` below 1 both are drawn uniformly from
+    range_ratio · length to length, as load generators do. `prefix_hit`: share of the prompt that the prefix cache
+    holds. `concurrency`: users, each of whom waits for an answer before the next request; or `rate`: requests per
+    second, which arrive at random times. `n_gpu_layers` (llama.cpp): layers on the GPU, the output layer included
+    (None: as many as fit); the others run on the CPU, whose memory has a bandwidth of `cpu_memory_gb_s` · 10^9 bytes/s.
     """
 
     engine: str = "vllm"
-    weights: str = "bf16"
+    weights: str = "auto"
     kv: str = "bf16"
     tp: int = 1
     pp: int = 1
@@ -152,7 +156,7 @@ class Service:
         if self.engine not in ENGINES:
             raise SpecError(f"engine={self.engine!r}: give one of {', '.join(map(repr, ENGINES))}")
         if self.engine == "llama.cpp":
-            mix_named(self.weights)
+            mix_named(self.stored)
             if self.kv not in CACHE_TYPES:
                 hint = f"llama.cpp has {', '.join(CACHE_TYPES)}."
                 raise unknown_name("cache type", str(self.kv), list(CACHE_TYPES), hint)
@@ -171,6 +175,11 @@ class Service:
                 raise SpecError(words + (', or engine="llama.cpp"' if of_llama_cpp else ""))
         if self.n_gpu_layers is not None:
             raise SpecError(f'n_gpu_layers={self.n_gpu_layers!r} is an option of engine="llama.cpp"; leave it out')
+
+    @property
+    def stored(self) -> str:
+        """The weights' format: bf16 for "auto", unless the model and the GPU have decided otherwise."""
+        return "bf16" if self.weights == "auto" else self.weights
 
     @property
     def slots(self) -> int:

@@ -187,8 +187,8 @@ def separated(
     """
     best = None
     for degree in DEGREES:
-        parts = replace(service, tp=degree, ep=1, dp_attention=1, rate=None)
         try:
+            parts = checked(spec, replace(service, tp=degree, ep=1, dp_attention=1, rate=None), gpu)
             counts = [one.concurrency or 1 for one, _ in _with_users(spec, parts, gpu, USERS)]
         except SpecError:
             continue
@@ -224,7 +224,7 @@ def _step_of(spec: ModelSpec, service: Service, gpu: GPU, users: int, context: i
 def longest_context(spec: ModelSpec, service: Service, gpu: GPU, users: int) -> int:
     """Return the tokens that each of `users` requests can have in the cache together, at most the model's; 0: none.
     Raises SpecError for a service that cannot be."""
-    possible(spec, service, gpu)
+    service = possible(spec, service, gpu)
     if service.engine == "llama.cpp":
         return llamacpp.longest_context(spec, service, gpu, users)
     room = max(0, divided_memory(spec, service, gpu).cache) * service.dp_attention // users
@@ -236,7 +236,7 @@ def least_utilization(spec: ModelSpec, service: Service, gpu: GPU, users: int) -
     """Return the smallest gpu_memory_utilization with which `users` requests of the service's length fit; None where
     they do not even fit the whole GPU. Raises SpecError for a service that cannot be, and for llama.cpp, which has no
     such share."""
-    possible(spec, service, gpu)
+    service = possible(spec, service, gpu)
     if service.engine == "llama.cpp":
         raise SpecError("llama.cpp has no share of the GPU's memory: it takes what it needs; ask for longest_context")
     memory = divided_memory(spec, replace(service, gpu_memory_utilization=1.0), gpu)

@@ -140,9 +140,9 @@ def _layer(kernels: EngineKernels, service: Service, hidden: int, layer: Layer, 
 
 def _linear_dtype(service: Service, layer: Layer) -> str:
     """Return what the matmuls outside of the experts are in: checkpoints in mxfp4 and int4 of mixtures keep bf16."""
-    if service.weights in ("awq", "gptq"):
+    if service.stored in ("awq", "gptq"):
         return "bf16" if isinstance(layer.mlp, Experts) else "int4"
-    return "bf16" if service.weights in ("mxfp4", "fp16") else service.weights
+    return "bf16" if service.stored in ("mxfp4", "fp16") else service.stored
 
 
 def _mixer(
@@ -216,7 +216,7 @@ def _experts(
 ) -> None:  # fmt: skip
     tp, ep = (1, service.ep) if service.ep > 1 else (service.tp, 1)
     shape = (hidden, mlp.width, mlp.per_token, mlp.count, tp, ep)
-    stored = "int4" if service.weights in ("awq", "gptq") else service.weights
+    stored = "int4" if service.stored in ("awq", "gptq") else service.stored
     parts["experts"] += kernels.routed_experts(service.engine, stored, shape, tokens, mlp.gated)
     parts["matmuls"] += kernels.matmul(tokens, mlp.count, hidden, "bf16")  # the router
     parts["other kernels"] += EXPERT_KERNELS * kernels.moved(2 * tokens * hidden)

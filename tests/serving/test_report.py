@@ -80,8 +80,15 @@ def test_a_checkpoint_that_is_published_quantized_is_named(name, gpu, tp, kind):
     assert (wide.outcome, own.outcome) == ("out of memory", "fits")
     assert [note.code for note in wide.notes[:1]] == ["checkpoint"] and change_that_fits(wide) == f'weights="{kind}"'
     assert "checkpoint" not in [note.code for note in own.notes]
+    assert lab.serve(name, lab.Service(tp=tp), gpu) == own
     given = lab.model({**lab.model(name).config, "quantization_config": {"quant_method": kind}})
     assert given.checkpoint == kind and not lab.model(lab.model(name).config).checkpoint
+
+
+def test_a_published_format_without_units_on_the_gpu_is_served_in_bf16():
+    report = lab.serve("deepseek-ai/DeepSeek-R1", lab.Service(tp=8), "A100-80GB")
+    assert report.service.weights == "bf16" and "no fp8 units" in str(report.notes[0])
+    assert lab.serve("openai/gpt-oss-20b", lab.Service("llama.cpp", output_len=64), "T4").service.weights == "mxfp4"
 
 
 @pytest.mark.parametrize(("name", "words"), [
@@ -153,7 +160,8 @@ def test_the_command(options, code, words):
 
 def test_where_nothing_meets_the_level_one_user_alone_is_shown():
     """DeepSeek-V3 in bf16 fits on no eight H200s, and is published in fp8."""
-    words = ["serve", "deepseek-ai/DeepSeek-V3", "--gpu", "H200", "--slo", "ttft=2s,tpot=50ms", "--rate", "2"]
+    words = ["serve", "deepseek-ai/DeepSeek-V3", "--weights", "bf16", "--gpu", "H200", "--slo", "ttft=2s,tpot=50ms",
+             "--rate", "2"]  # fmt: skip
     result = CliRunner().invoke(cli, words)
     assert result.exit_code == 1 and "--weights fp8" in result.output
     result = CliRunner().invoke(cli, [*words[:1], "bert-base-uncased", *words[2:]])
