@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -95,7 +96,7 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         "invalid."
     )
     @click.pass_context
-    @click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL]")
+    @click.argument("words", nargs=-1, metavar="[SNAPSHOT]... [MODEL | MESSAGE]")
     @click.option("--gpu", metavar="NAME",
                   help="A GPU that `llmlab gpus` lists, a memory size such as 48GB, or cpu. MODEL requires --gpu.")
     @cluster_options
@@ -111,10 +112,12 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         grew between steps. SNAPSHOT is a file that torch.cuda.memory._dump_snapshot wrote. If you give two snapshots,
         for example of two ranks, the command also compares them.
 
-        Without MODEL and SNAPSHOT, the command reads PyTorch's out-of-memory message from stdin and explains the
-        message: llmlab fix < log.txt
+        With MESSAGE, the command explains PyTorch's out-of-memory message. MESSAGE is the quoted text or a log file.
+        Without arguments, the command reads the message from stdin.
         """
         snapshots, models = [word for word in words if is_snapshot(word)], [w for w in words if not is_snapshot(w)]
+        message = _message(models[0]) if len(models) == 1 and gpu is None else None if words else sys.stdin.read()
+        models = models if message is None else []
         if len(snapshots) > 2 or len(models) > 1:
             raise SpecError(f"fix got {' '.join(words)}; give at most two snapshots and one MODEL")
         given = [option.opts[0] for option in context.command.params if option.name not in ("words", "as_json")
@@ -124,8 +127,8 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         answers: dict[str, Any] = {}
         if snapshots:
             answers["snapshot"] = verbs.fix(snapshots[0], against=snapshots[1] if len(snapshots) == 2 else None)
-        if not words:
-            answers["message"] = verbs.fix(sys.stdin.read())
+        if message is not None:
+            answers["message"] = verbs.fix(message)
         if models:
             if gpu is None:
                 raise SpecError("fix needs --gpu NAME if a MODEL is given; `llmlab gpus` lists the names")
@@ -143,6 +146,15 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         return 0 if "fits" in outcomes else 2 if "unknown" in outcomes else 1
 
     fix.params += spec_options()
+
+
+def _message(word: str) -> str | None:
+    """Return the text of a message or of a log file; None for the name or the path of a model."""
+    if " " in word and "memory" in word.lower():
+        return word
+    path = Path(word)
+    log = path.suffix in (".txt", ".log", ".out", ".err") and path.is_file()
+    return path.read_text(encoding="utf-8", errors="replace") if log else None
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -165,10 +165,14 @@ def test_the_commands_exit_codes(words, code):
     assert "Traceback" not in done.output
 
 
-def test_fix_reads_torchs_message_from_stdin():
+@pytest.mark.parametrize("given", ["stdin", "argument", "log"])
+def test_fix_reads_torchs_message(given, tmp_path):
     message = (
         "CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 14.00 GiB total capacity; 12.00 GiB already allocated; "
         "0.50 GiB free; 13.00 GiB reserved in total by PyTorch)"
     )
-    done = CliRunner().invoke(cli, ["fix"], input=message)
+    log = tmp_path / "train.log"
+    log.write_text(f"step 1\n{message}\n", encoding="utf-8")
+    words = {"stdin": [], "argument": [message], "log": [str(log)]}[given]
+    done = CliRunner().invoke(cli, ["fix", *words], input=message if given == "stdin" else None)
     assert done.exit_code == 0 and "expandable_segments" in done.output
