@@ -238,6 +238,8 @@ def _other_results(spec: ModelSpec, run: Training, device: GPU) -> Iterator[Chan
         yield Change("LoRA of rank 16", "18-peft", {"lora": adapters(spec)}, False)
     if run.quantization is None:
         nf4 = {"lora": run.lora or adapters(spec), "quantization": "nf4"}
+        if run.precision in ("bf16", "fp16"):  # peft casts the norms and the head to fp32; the Trainer adds autocast
+            nf4["precision"] = f"autocast-{run.precision}"
         yield Change("QLoRA (base weights in NF4)", "18-peft", nf4, False)
     if run.seq_len > 256:
         yield Change("half the sequence length", "02-memory-anatomy", {"seq_len": run.seq_len // 2}, False)

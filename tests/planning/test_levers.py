@@ -11,6 +11,8 @@ from llmlab.planning.levers import cost
 
 MIB, GIB = 2**20, 2**30
 BOOK_SOURCES = Path(__file__).resolve().parents[2] / "book"
+
+
 def test_levers_are_sorted_by_price_and_each_is_its_estimate():
     run = lab.Training(micro_batch=8, seq_len=1024)
     changes = lab.fix("gpt2", run, "T4")
@@ -53,6 +55,14 @@ def test_fewer_tokens_are_no_gain_in_time():
     (half,) = (each for each in found.levers if each.name == "half the sequence length")
     assert half.seconds == pytest.approx(2 * half.report.step_seconds - found.report.step_seconds)
     assert cost(half, found.report).startswith(("+", "−"))
+
+
+def test_qlora_of_half_weights_computes_under_autocast():
+    """peft casts the norms and the head to fp32, and without autocast attention, too, would compute in fp32."""
+    run = lab.Training(seq_len=4096, precision="bf16", lora=lab.LoRA(rank=16), checkpointing="full")
+    changes = lab.fix("Qwen/Qwen3-8B", run, "RTX-4090")
+    qlora = next(lever for lever in changes.levers if lever.run.quantization == "nf4")
+    assert qlora.run.precision == "autocast-bf16" and qlora.saves > 4 * GIB
 
 
 def test_serving_has_levers_too():
