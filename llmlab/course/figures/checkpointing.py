@@ -105,8 +105,8 @@ def plot_offload(forward: float, backward: float, block_input: float, whole: flo
     for n in range(1, blocks):  # the last block's input is needed immediately
         for start, leaves in ((forward * n, True), (blocks * forward + backward * n - block_input, False)):
             width = max(4, block_input * scale)
-            x = LEFT + start * scale
-            box(ax, x, 90, width, 26, color=RECOMPUTED if leaves else MOVED)
+            x = LEFT + start * scale if leaves else LEFT + (start + block_input) * scale  # begins, or ends there
+            box(ax, x if leaves else x - width, 90, width, 26, color=RECOMPUTED if leaves else MOVED)
             link(ax, (x, 53 if leaves else 89), (x, 89 if leaves else 53), color=MUTED)
     label(ax, LEFT, 130, f"PCIe: only inputs leave and return, {block_input * 1e3:.1f} ms each")
     start = 0.0
