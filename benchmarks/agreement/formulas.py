@@ -30,7 +30,7 @@ s, b = 2048, 1
 LAYERS = {"22B": (6144, 64), "175B": (12288, 96), "530B": (20480, 128), "1T": (25600, 160)}  # h, a: its table 3
 CACHES = {"8B": ("meta-llama/Llama-3.1-8B", GPU), "70B": ("meta-llama/Llama-3.1-70B", "B200")}  # no card holds 405B
 PROMPT = 1024
-HEADER = ["what is kept", "formula", "simulated", "error"]
+HEADER = ["kept tensors", "formula", "simulated", "error"]
 
 
 def simulate_layer(h: int, a: int, recomputed: bool) -> int:
@@ -63,7 +63,7 @@ def simulate_token(model: str, gpu: str) -> float:
 
 
 def rows() -> list[tuple[str, float, float]]:
-    """Return what is kept, the formula's bytes and the simulated bytes."""
+    """Return kept tensors, the formula's bytes and the simulated bytes."""
     found: list[tuple[str, float, float]] = []
     for recomputed in (False, True):
         for name, (h, a) in LAYERS.items():

@@ -219,7 +219,7 @@ def to_markdown(simulated: dict[str, int], made: str) -> str:
     title = f"**Simulated against measured, BERT-large trained on a {GPU}, 512 tokens per sequence**"
     rows = [row(name, size) for name, size in simulated.items()]
     notes = [
-        "- The simulated run is of a PyTorch before 1.10. Its softmax also kept its input, and its autocast computed "
+        "- We simulate a PyTorch before 1.10. Its softmax also kept its input, and its autocast computed "
         "GELU in fp32, so the input of GELU needed twice the bytes. Today's PyTorch needs less where nothing is "
         "recomputed.",
         f"- The published context includes a segment of {SMALL_SEGMENT // MiB} MiB for a 1 × 1 tensor, which we "

@@ -13,7 +13,7 @@ from llmlab.base.units import MiB
 KEY = ("model", "quantization", "attention", "micro_batch", "seq_len")
 ALLOCATED, RESERVED, TRACKED = "llmlab simulate", "llmlab simulate, reserved", "MemTracker"
 BAR = 0.05  # what the worst error of reserved bytes should stay within
-TITLE = "Each configuration, peaks in MiB; where it was measured more than once, each different value"
+TITLE = "Peaks of each configuration in MiB; repeated measurements are listed if they differ"
 HEADER = [
     "model, base, attention, batch × tokens", "allocated", "simulated", "error", "reserved", "simulated", "error",
     "MemTracker's error",

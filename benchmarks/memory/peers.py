@@ -33,7 +33,7 @@ GROUPS = ("model", "attention", "quantization")
 LOADS = (
     "The same model loaded again, each time by a new process: MiB allocated after loading; equal values are listed once"
 )
-LOADS_HEADER = ["model, base", "loads", "allocated", "smallest worst-case error of one prediction"]
+LOADS_HEADER = ["model, base", "loads", "allocated", "error that no single prediction can avoid"]
 FAIRNESS = (
     "The rows are fitcheck-llm's own measurement archive, and its README says that its constants were fitted to 49 "
     "runs of it: its errors here are of a fit, not of a prediction. llmlab's formulas hold no constant fitted to these "
@@ -206,7 +206,7 @@ def floors(rows: list[dict[str, Any]]) -> list[str]:
         farthest = max(repeated, key=repeated.__getitem__)
         kind = "Bases not quantized" if base == "none" else f"Bases in {base}"
         if not repeated[farthest]:
-            said.append(f"{kind}: repeats reserve the same bytes, so that a prediction can be exact.")
+            said.append(f"{kind}: repeats reserve the same bytes, so a prediction can be exact.")
             continue
         said.append(
             f"{kind}: if repeats of a row differ, within a session or between two, one prediction cannot match all of "
@@ -245,7 +245,7 @@ def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
             ["", *(tool["name"] for tool in tools if _asked_for_the_run(tool))],
             groups,
         ),
-        ("llmlab's gap by component and phase", ["", "rows", "median |error|", "worst error"], components),
+        ("Errors of llmlab by component and phase", ["", "rows", "median |error|", "worst error"], components),
         (configurations.TITLE, configurations.HEADER, configurations.body(results["rows"])),
         (LOADS, LOADS_HEADER, loads(results["rows"])),
     ]

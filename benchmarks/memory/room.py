@@ -31,8 +31,8 @@ from llmlab.specs.model import ModelSpec
 from llmlab.specs.run import Inference, Run, stack_of
 
 SHARE = 0.95  # of a kind's draws, which its factor covers
-OF_DRAWS = ["steps drawn at random", "steps", "median", "95 %", "most", "below the other half's 95th percentile",
-            "of them on several GPUs", "covered by 95 % of all", "reserved / allocated, 95 %",
+OF_DRAWS = ["steps drawn at random", "steps", "median", "95 %", "most", "below the 95th percentile of the other half",
+            "steps on several GPUs", "share of these below the kind's 95 %", "reserved / allocated, 95 %",
             "expandable segments / allocated, 95 %", "loaded by threads, 95 %"]  # fmt: skip
 
 # What ranks of Megatron-LM printed of themselves, in MB: the most allocated, and the most reserved. Dense models since

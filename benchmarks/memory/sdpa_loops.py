@@ -140,7 +140,7 @@ def to_markdown(found: list[Row], made: str) -> str:
     right = sum(row.simulated == OOM for row in refused)
     said = [
         f"{len(errors)} rows: median |error| {median(map(abs, errors)):.2%}, worst {max(errors, key=abs):+.1%}, "
-        f"{within} within 2%. Of {len(refused)} that ran out of memory {right} are simulated to.",
+        f"{within} within 2%. {right} of the {len(refused)} runs that ran out of memory also do so in the simulation.",
         *dict.fromkeys(f"{group['source']}." for group in groups().values()),
         *(f"{group['model']}: {group['doubt']}." for group in groups().values() if "doubt" in group),
     ]

@@ -154,7 +154,7 @@ def verdicts(found: Sequence[tuple[Case, tuple[str, str]]], simulate: bool) -> I
     yield from titled_table(f"What fits{how}", ["published steps", "", f"said: {FITS}", NOT, UNSURE], lines)
     missed = [[case.id, case.what, "ran" if case.ran else "ran out", said, by] for case, (said, by) in certain
               if said != (FITS if case.ran else NOT)]  # fmt: skip
-    title = f"Where a plan does not say what happened{how}"
+    title = f"Steps for which the plan's answer differs from the outcome{how}"
     yield from titled_table(title, ["", "step", "it", "said", "by"], missed, True)
     open_ones = [[case.id, case.what, case.uncertain, said, by] for case, (said, by) in found if case.uncertain]
     yield from titled_table("Not certain, and not counted", ["", "step", "why", "said", "by"], open_ones, True)
@@ -183,7 +183,7 @@ def margin() -> Iterator[str]:
     shares = (0.5, 0.8, 0.9, 0.95)
     cells = [f"{more[int(share * len(more))]:+.2%}" for share in shares]
     header = ["steps", *(f"{share:.0%} are below" for share in shares), "the most", "MARGIN"]
-    title = "Reserved bytes of fine-tuning steps, measured less simulated, over the T4's memory"
+    title = "Reserved bytes of fine-tuning steps: measured minus simulated, over the T4's memory"
     yield from titled_table(title, header, [[str(len(more)), *cells, f"{more[-1]:+.2%}", f"{MARGIN:.0%}"]])
 
 

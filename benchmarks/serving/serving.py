@@ -305,7 +305,7 @@ def main(every: int, out: Path | None) -> None:
     with BESIDE.open(encoding="utf-8") as file:
         lines.append(f"- aiconfigurator was asked for every eighth row, and answered {sum(1 for _ in file) - 1}.")
     lines += [f"- Left out: {count} rows, {why}." for why, count in sorted(without.items())]
-    title = "**lab.serve beside deployments that others measured**"
+    title = "**lab.serve compared with measured deployments**"
     text = "\n".join([title, "", *lines, "", provenance("llmlab")])
     print(text)
     if out:

@@ -29,8 +29,8 @@ MEMORY_BAR = 1.5  # GB (10^9 bytes) of the process, torch and transformers inclu
 RANKS_BAR, PUBLISHED_BAR = 0.005, 0.05
 SHOWN = {"active": "allocated"}  # published runs say active, simulated ones allocated: the same without record_stream
 HEADER = ["what", "simulated", "limit or measured", ""]
-TAKES, REAL = "One rank of many: what simulating it takes", "Ranks that gloo joins on a CPU"
-PUBLISHED = "FSDP2's peaks as its users published them"
+TAKES, REAL = "Cost of simulating one rank of many", "Ranks that communicate through gloo on a CPU"
+PUBLISHED = "Published peaks of FSDP2"
 BLOCKS = {"precision": "mixed-bf16", "checkpointing": "full", "seq_len": 8192}
 SIMULATED = {
     "meta-llama/Llama-3.1-8B": [{"zero": 3, "dp": 8}],

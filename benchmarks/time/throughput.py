@@ -186,11 +186,11 @@ def text(found: Pairs) -> Iterator[str]:
     strict = [each for _, pairs in written[STRICT - 1 :] for each in pairs]
     lines = [_round(*each) for each in (*written, (f"{STRICT} to {len(written)}", strict))]
     header = ["round", "sources", "rows", "median", "worst", "inside", "> 30%", "worst row", "certain"]
-    yield from titled_table("Rows that nobody had looked at, round by round, as written down", header, lines)
+    yield from titled_table("Unseen rows by round, with the errors as recorded", header, lines)
     yield f"{written[0][0].capitalize()}, to {written[-1][0]}. Certain: rows with nothing assumed, median, worst.\n"
     lines = [[card, str(got), "yes" if got.median <= SINGLE_BAR else "no"] for card, got in single(found)]
     header = ["card", "llmlab", "median at most 10 %"]
-    yield from titled_table("Training on one GPU, all of it or adapters", header, lines)
+    yield from titled_table("Training on one GPU: full fine-tuning or adapters", header, lines)
     moved = list(transferred(found))
     own, other = ([pair for each in moved for pair in each[of]] for of in (2, 3))
     moved.append(("all of these", "", own, other))
@@ -207,7 +207,7 @@ def text(found: Pairs) -> Iterator[str]:
     for row, _ in found:
         assumed.setdefault(row.assumed, []).append(row.id)
     lines = [f"- {text}: {', '.join(ids)}" for text, ids in assumed.items() if text]
-    yield from folded("Assumed, where a source does not say it, or differs", lines)
+    yield from folded("Assumptions, where a source leaves out a detail or where our model differs from the run", lines)
     yield provenance("llmlab", "llm-analysis")
 
 
