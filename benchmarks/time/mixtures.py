@@ -3,9 +3,9 @@
     python -m benchmarks.time.mixtures                           # prints the table
     python -m benchmarks.time.mixtures --out benchmarks/results  # and writes mixtures.md
 
-The rows are those of mixtures.toml, which says where they are from. A hash of their ids divides them into two halves.
-The first was looked at while the formulas were written, and the second was predicted once, after that, as were the rows
-of older recipes. No constant is fitted to any of them.
+The rows are those of mixtures.toml, which says where they are from. A hash of their ids divides each group into two
+halves. The first was looked at while the formulas were written, and the second was predicted once, after that, as were
+the rows of older recipes. No constant is fitted to any of them.
 
 The last line has the errors if experts take three times as long as the fastest forward kernel of a serving engine
 (llmlab/hardware/engine_kernels). These kernels were measured with at most 16,384 tokens on all ranks together, and
@@ -77,11 +77,14 @@ def main(out: Path | None) -> None:
     """Predict all rows."""
     header = ["run", "parallelism, micro-batch", "container", "published tokens/s per GPU", "predicted", "error",
               "within the 80 % interval"]  # fmt: skip
-    text, others = [], []
+    text, others, kept_back = [], [], []
     for name, rows in parts(read(ROWS)).items():
         predictions: Pairs = [(row, predict(row)) for row in rows]
         text += titled_table(f"{name}: {errors(predictions)}", header, shown(predictions))
+        kept_back += predictions if name.endswith("kept back") else []
         others += [(row, served(row, it)) for row, it in predictions if row.model == "Qwen/" + row.label]
+    for label in sorted({row.label for row, _ in kept_back}):
+        text += [f"{label}, kept back: {errors([pair for pair in kept_back if pair[0].label == label])}", ""]
     text += [f"Qwen3's rows with the expert kernels of serving engines: {errors(others)}", ""]
     whole = "\n".join([*text, provenance("llmlab")])
     print(whole)

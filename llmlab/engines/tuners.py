@@ -162,8 +162,8 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     own = options is not None and (options.fp8_param_gather or options.use_precision_aware_optimizer)
     lines += ["--use-distributed-optimizer"] if run.zero or own else []
     lines += ["--sequence-parallel"] if run.sequence_parallel else []
-    if layout := getattr(options, "pipeline_model_parallel_layout", None):
-        lines.append(f"--pipeline-model-parallel-layout '{layout}'")
+    if options is not None and options.pipeline_model_parallel_layout:
+        lines.append(f"--pipeline-model-parallel-layout '{options.pipeline_model_parallel_layout}'")
         lines += [f"--mtp-num-layers {options.mtp_layers}"] if options.mtp_layers else []
     elif run.virtual_stages > 1:
         lines.append(f"--num-virtual-stages-per-pipeline-rank {run.virtual_stages}")
