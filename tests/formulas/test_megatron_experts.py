@@ -113,6 +113,15 @@ def test_latent_attention_and_dense_layers_are_counted():
     assert more[1] - more[0] == pytest.approx(61 * run.accumulation * sum(up))
 
 
+@pytest.mark.parametrize("given", [
+    {"tp": 2, "sequence_parallel": True, "stack": "megatron:expert_tensor_parallel_size=1"}, {"cp": 2},
+    {"attention": "eager"}, {"stack": "megatron:transformer_engine=false"},
+])  # fmt: skip
+def test_latent_attention_is_described_with_whole_heads_in_transformer_engine(given):
+    with pytest.raises(lab.SpecError, match="describes deepseek-ai/DeepSeek-V3 with Transformer Engine's layers and"):
+        lab.estimate("deepseek-ai/DeepSeek-V3", lab.Training(**{"stack": "megatron", **given}), "H100")
+
+
 def test_windows_skip_tiles_of_scores():
     """With 4,096 tokens, 32 tiles of queries read 528 tiles of keys, or 63 with a window of one tile."""
     assert window_share(lab.model("openai/gpt-oss-120b"), 4096) == pytest.approx((1 + 63 / 528) / 2)
