@@ -3,9 +3,9 @@
     python -m benchmarks.time.mixtures                           # prints the table
     python -m benchmarks.time.mixtures --out benchmarks/results  # and writes mixtures.md
 
-The rows are those of mixtures.toml, which says where they are from. A hash of their ids divides them into two halves.
-The first was looked at while the formulas were written, and the second was predicted once, after that, as were the rows
-of older recipes. No constant is fitted to any of them.
+The rows are those of mixtures.toml, which says where they are from. A hash of their ids divides each group into two
+halves. The first was looked at while the formulas were written, and the second was predicted once, after that, as were
+the rows of older recipes. No constant is fitted to any of them.
 
 The last line has the errors if experts take three times as long as the fastest forward kernel of a serving engine
 (llmlab/hardware/engine_kernels). These kernels were measured with at most 16,384 tokens on all ranks together, and
@@ -31,12 +31,16 @@ ROWS = Path(__file__).with_name("mixtures.toml")
 
 
 def parts(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return the rows by title: in two halves, in the order of a hash of their ids, and those of older recipes."""
-    older = [row for row in rows if row.group == "older recipes"]
-    ordered = sorted([row for row in rows if row not in older], key=lambda row: sha256(row.id.encode()).hexdigest())
-    middle = -(-len(ordered) // 2)
-    return {"First half": ordered[:middle], "Second half, kept back": ordered[middle:],
-            "Older recipes, kept back": older}  # fmt: skip
+    """Return the rows by title: each group in two halves, in the order of a hash of their ids, except those of older
+    recipes, all of which were kept back."""
+    titled = {}
+    for group in dict.fromkeys(row.group for row in rows):
+        mine = [row for row in rows if row.group == group]
+        ordered = sorted(mine, key=lambda row: sha256(row.id.encode()).hexdigest())
+        middle = 0 if group == "Older recipes" else -(-len(ordered) // 2)
+        titled |= {f"{group}, first half": ordered[:middle]} if middle else {}
+        titled[f"{group}, {'second half, ' if middle else ''}kept back"] = ordered[middle:]
+    return titled
 
 
 def served(row: Row, it: Predicted) -> Predicted:
@@ -73,12 +77,15 @@ def main(out: Path | None) -> None:
     """Predict all rows."""
     header = ["run", "parallelism, micro-batch", "container", "published tokens/s per GPU", "predicted", "error",
               "within the 80 % interval"]  # fmt: skip
-    text, others = [], []
+    text, others, kept_back = [], [], []
     for name, rows in parts(read(ROWS)).items():
         predictions: Pairs = [(row, predict(row)) for row in rows]
         text += titled_table(f"{name}: {errors(predictions)}", header, shown(predictions))
-        others += [(row, served(row, it)) for row, it in predictions]
-    text += [f"All rows with the expert kernels of serving engines: {errors(others)}", ""]
+        kept_back += predictions if name.endswith("kept back") else []
+        others += [(row, served(row, it)) for row, it in predictions if row.model == "Qwen/" + row.label]
+    for label in sorted({row.label for row, _ in kept_back}):
+        text += [f"{label}, kept back: {errors([pair for pair in kept_back if pair[0].label == label])}", ""]
+    text += [f"Qwen3's rows with the expert kernels of serving engines: {errors(others)}", ""]
     whole = "\n".join([*text, provenance("llmlab")])
     print(whole)
     if out:

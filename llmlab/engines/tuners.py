@@ -162,7 +162,11 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     own = options is not None and (options.fp8_param_gather or options.use_precision_aware_optimizer)
     lines += ["--use-distributed-optimizer"] if run.zero or own else []
     lines += ["--sequence-parallel"] if run.sequence_parallel else []
-    lines += [f"--num-virtual-stages-per-pipeline-rank {run.virtual_stages}"] if run.virtual_stages > 1 else []
+    if options is not None and options.pipeline_model_parallel_layout:
+        lines.append(f"--pipeline-model-parallel-layout '{options.pipeline_model_parallel_layout}'")
+        lines += [f"--mtp-num-layers {options.mtp_layers}"] if options.mtp_layers else []
+    elif run.virtual_stages > 1:
+        lines.append(f"--num-virtual-stages-per-pipeline-rank {run.virtual_stages}")
     lines += _recompute(recompute, options) if recompute else []
     if options is not None:
         lines.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}")

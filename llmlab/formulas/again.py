@@ -36,7 +36,7 @@ def whole_again(spec: ModelSpec, run: Training) -> float:
 
 
 def module_again(run: Training, module: str) -> bool:
-    """Whether Megatron-LM's "selective" recomputes `module` ("core_attn" or "mlp") of every block."""
+    """Whether Megatron-LM's "selective" recomputes `module` of every block (`Megatron.recompute_modules`)."""
     return run.checkpointing == "selective" and module in stack_of(run).recompute_modules
 
 

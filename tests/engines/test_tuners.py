@@ -14,6 +14,11 @@ def test_megatrons_arguments_interleave_stages_with_any_stack():
     run = lab.Training(pp=4, accumulation=8, precision="mixed-bf16", virtual_stages=4)
     for interleaved in (run, lab.Training(pp=4, accumulation=8, stack="megatron:virtual_pipeline=4")):
         assert "--num-virtual-stages-per-pipeline-rank 4" in megatron_arguments(interleaved, spec)
+    layout = "Et*2|(t*2|)*14t*2m*1L"
+    stack = lab.Megatron(virtual_pipeline=4, pipeline_model_parallel_layout=layout)
+    lines = megatron_arguments(lab.Training(pp=4, accumulation=8, stack=stack), spec)
+    assert f"--pipeline-model-parallel-layout '{layout}'" in lines and "--mtp-num-layers 1" in lines
+    assert not any("virtual" in line for line in lines)
     with pytest.raises(SpecError, match="schedule='gpipe'"):
         megatron_arguments(replace(run, virtual_stages=1, schedule="gpipe"), spec)
 

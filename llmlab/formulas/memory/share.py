@@ -269,8 +269,8 @@ def attention_kernel(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool = Fal
         return "math" if spec.attention_dropout or spec.mla else "flash"
     if run.attention != "sdpa":
         return run.attention
-    # FlashAttention needs values as wide as keys. Those of latent attention are narrower.
-    if spec.mla:
+    # torch's FlashAttention needs values as wide as keys. Those of latent attention are narrower.
+    if spec.mla and not stack_of(run).own_kernels:
         return "efficient"
     in_fp32 = run.weights == "fp32" if isinstance(run, Inference) else bytes_of(run).compute == 4
     if gpu is None or (gpu.supports_flash_attention_2 and not in_fp32):

@@ -152,13 +152,13 @@ def computation(spec: ModelSpec, run: Training, gpu: GPU, traced: time.Traced | 
         raise NotAvailable(f"the {gpu.name} has no {time.peak_dtype(run)} units")
     update = time.update_after(spec, run, kernels(gpu), passes, traced.update if traced else None)
     head = passes.products.get("head", 0.0)
-    # The last stage has all of the head and the loss.
-    products, loss = head * run.pp, passes.loss
+    # The last stage has all of the head and the loss, and joins streams for multi-token prediction.
+    products, loss = (head + passes.products.get("mtp", 0.0)) * run.pp, passes.loss
     if traced:  # traced passes include the host's time for everything, also for the head and the loss
         started = own = products + loss
     else:
         started, own = [time.loss_waits(run, own_products, loss) for own_products in (head, products)]
-    blocks = sum([seconds for part, seconds in passes.products.items() if part != "head"])
+    blocks = sum([seconds for part, seconds in passes.products.items() if part not in ("head", "mtp")])
     share = run.pp / spec.layers
     # Matmuls, traffic and the host's time are counted for a layer of the average stage.
     times = blocks, passes.attention, passes.elementwise, passes.host - started

@@ -99,7 +99,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     if read := METHOD_LOGITS.get(run.objective.loss):
         moves, again = read * b, 0.0
     row = spec.vocab / share.loss_ranks
-    logits = moves * run.scored // run.cp * row
+    logits = moves * (1 + stack.mtp_layers) * run.scored // run.cp * row
     if run.kernels == "liger":
         logits += head_casts(share)
     fused = run.compile or run.kernels == "liger"
@@ -459,8 +459,8 @@ def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> fl
     for part in ("attention", "mlp"):
         again = 1.0 if part == "mlp" and module_again(run, "mlp") else whole_again(spec, run)
         rows = sum(one.inputs * one.count for one in layers if one.name in ROW_PARALLEL and one.part == part) / run.tp
-        shared = {one.inputs: one.count for one in layers if one.name not in ROW_PARALLEL and one.part == part}
-        normed = sum(width * count for width, count in shared.items()) / divided
+        shared = {(one.inputs, one.count) for one in layers if one.name not in ROW_PARALLEL and one.part == part}
+        normed = sum(width * count for width, count in shared) / divided
         activations += normed * (casts.normed + again * casts.normed_again)
         activations += rows * (casts.other + again * casts.other_again)
     elements = sum(linear.elements for linear in layers) / run.tp

@@ -54,6 +54,8 @@ def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
     linears = spec.block_linears if run.num_labels else spec.linears  # a classifier's head reads one token
     matmuls = [matmul for linear in linears for matmul in _linear(spec, run, linear, first)]
     matmuls += _experts(spec, run)
+    if modules := stack_of(run).mtp_layers:
+        matmuls.append(Product("mtp", 2 * spec.hidden, spec.hidden, modules, modules, modules, 0))
     if run.method == "sft":
         return tuple(matmuls)
     if run.objective.loss == "chunked":  # the backward pass computes the logits again
@@ -70,7 +72,7 @@ def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
 def _linear(spec: ModelSpec, run: Training, linear: Linear, first: dict[str, bool]) -> Iterator[Product]:
     """Yield a linear layer's matmuls and those of its adapter. The backward pass computes the gradient of its input if
     something before the layer is trained, and the gradient of its weight if the weight is trained."""
-    count, lora = linear.count, run.lora
+    count, lora = linear.count * (1 + stack_of(run).mtp_layers * (linear.part == "head")), run.lora
     reached = count - (not first.get(f"{linear.part} {linear.name}", True))
     again = _recomputed(spec, run, linear) if run.checkpointing else 0
     cut: Literal["inputs", "outputs"] = "inputs" if linear.name in ROW_PARALLEL else "outputs"
@@ -148,6 +150,8 @@ def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
     stack = stack_of(run)
     if stack.recomputes_one_in or stack.recompute_modules:  # these recompute blocks or modules to their end
         if linear.part == "mlp" and module_again(run, "mlp"):
+            return linear.count
+        if linear.name in ("q_b_proj", "kv_b_proj") and module_again(run, "mla_up_proj"):
             return linear.count
         return linear.count * wholly_recomputed_blocks(spec, run) // spec.layers
     if run.checkpointing == "selective" and stack.recomputes_every_second_matmul:

@@ -43,6 +43,7 @@ from .kernels import Kernels, kernels
 from .offload import waiting
 from .products import Product, gradients_of_first_block, multiplied_wide, products
 from .roofline import decode_pass, prefill_pass
+from .stacks.megatron import window_share
 
 # torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
 # sqrt 2, div 2, add 2, addcdiv 4). A fused kernel needs 7.
@@ -401,7 +402,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     """
     dtype, rows = peak_dtype(run), run.tokens // run.cp
     narrow = "mxfp8" if run.fp8_recipe == "mxfp8" else "fp8"
-    narrow_parts = (*CONVERTED, *["experts"] * (run.fp8 is None)) if run.fp8_recipe else ()  # torchao skips experts
+    # torchao skips experts.
+    narrow_parts = (*CONVERTED, "mtp", *["experts"] * (run.fp8 is None)) if run.fp8_recipe else ()
     in_fp32 = {"adapters"} if multiplied_wide(run) else set()
     if bytes_of(run).compute == 4:  # peft casts the weights that are not quantized to fp32
         in_fp32 |= {"head"}
@@ -454,6 +456,8 @@ def attention_seconds(spec: ModelSpec, run: Training, gpu_kernels: Kernels) -> f
             forward = gpu_kernels.attention(run.sequences, heads, length, head_size, kernel_, dtype)
             back = (spec.layers - without) * gpu_kernels.backward(kernel_, head_size)
             total += times * forward * (spec.layers + again + back)
+        if stack_of(run).own_kernels:
+            total *= window_share(spec, run.seq_len)
         if run.objective.critic:
             total += attention_seconds(spec, value_run(run), gpu_kernels) or 0.0
         for other in other_models(spec, run):

@@ -60,6 +60,10 @@ def check(spec: ModelSpec, run: Training) -> None:
         if value := getattr(stack, option):
             raise NotAvailable(f"{option}={value!r}: simulate has no {whose}, a kernel that needs a GPU: leave it out, "
                                f"or {see}")  # fmt: skip
+    if stack.pipeline_model_parallel_layout or (spec.experts and spec.dense_layers):
+        raise NotAvailable("simulate divides equal layers equally among stages: leave out "
+                           "pipeline_model_parallel_layout, and give a model whose layers all have experts, or none, "
+                           f"or {see}")  # fmt: skip
     if stack.cuda_graph_impl:
         raise NotAvailable(f"cuda_graph_impl={stack.cuda_graph_impl!r}: simulate has no CUDA graphs, which use a "
                            f"memory pool of their own: leave it out, or {see}")  # fmt: skip

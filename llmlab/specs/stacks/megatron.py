@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -21,7 +22,9 @@ CudaGraphs = Literal["full_iteration", "transformer_engine"]
 Dispatcher = Literal["deepep", "hybridep"]
 FusedAdam = Literal["fp32", "bf16"]
 GRAPHED = {"attn", "moe_router", "moe_preprocess"}  # modules of --cuda-graph-modules that are described
-RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
+# Modules of Megatron's --recompute-modules that are described, and those of them that only some models have.
+RECOMPUTED = {"core_attn", "mlp", "layernorm", "moe_act", "mla_up_proj"}
+OF_EXPERTS, OF_LATENTS = {"layernorm", "moe_act"}, {"mla_up_proj"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,7 +32,9 @@ class Megatron(StackOptions):
     """Megatron-LM's options that change memory or time, by the names of its arguments (megatron/training/arguments.py).
 
     `recompute` is --recompute-granularity; None follows the run's `checkpointing`. "selective" recomputes
-    `recompute_modules`, which may have "core_attn" and "mlp". "full" saves the input of every group of
+    `recompute_modules`: "core_attn", "mlp", and in mixtures "moe_act" (the experts' activation), "layernorm" (the norm
+    before the experts, with latent attention also the one before attention) and "mla_up_proj" (queries, keys and values
+    from their latents). "full" saves the input of every group of
     `recompute_num_layers` layers (`recompute_method` "uniform"), or only the inputs of that many layers of each virtual
     stage and all activations of the others ("block").
 
@@ -62,7 +67,11 @@ class Megatron(StackOptions):
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
     one, which needs more memory than the unfused loss, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
     pre-training set "native". `virtual_pipeline` is the number of model chunks per rank
-    (--num-virtual-stages-per-pipeline-rank), and `make_vocab_size_divisible_by` pads the vocabulary of each
+    (--num-virtual-stages-per-pipeline-rank).
+    `pipeline_model_parallel_layout` has the layers of each chunk, such as "Et*4|(t*4|)*14tmL": t is a layer, m a module
+    for multi-token prediction, which counts as a layer, a matmul that joins two streams, and the head with its loss
+    once more. Its memory is that of the layer, and its layer does not count for utilization.
+    `make_vocab_size_divisible_by` pads the vocabulary of each
     tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
     --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with --fp8-format hybrid:
     Transformer Engine runs the matmuls of the blocks' linear layers in fp8 (formulas/memory/float8.py); "tensorwise" is
@@ -92,7 +101,7 @@ class Megatron(StackOptions):
     """
 
     name = "megatron"
-    families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3")
+    families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "deepseek_v3", "gpt_oss")
     own_kernels = True  # core/fusions, Apex's, Transformer Engine's
     spreads_experts = True  # core/parallel_state.py, expert_decoder_rank_generator
     own_sums = True  # core/distributed/param_and_grad_buffer.py
@@ -139,6 +148,7 @@ class Megatron(StackOptions):
     cuda_graph_impl: CudaGraphs | None = None
     cuda_graph_modules: tuple[str, ...] = ("attn", "moe_router", "moe_preprocess")
     virtual_pipeline: int = 1
+    pipeline_model_parallel_layout: str | None = None
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
     cross_entropy_fusion_impl: FusedLoss | None = None
@@ -187,7 +197,7 @@ class Megatron(StackOptions):
         modules = self.recompute_modules
         modules = tuple(modules.split() if isinstance(modules, str) else modules)
         if not modules or not set(modules) <= RECOMPUTED:
-            raise SpecError(f"recompute_modules={modules!r} is not one or both of {', '.join(sorted(RECOMPUTED))}")
+            raise SpecError(f"recompute_modules={modules!r} is not among {', '.join(sorted(RECOMPUTED))}")
         object.__setattr__(self, "recompute_modules", modules)
         graphed = self.cuda_graph_modules
         graphed = tuple(graphed.split() if isinstance(graphed, str) else graphed)
@@ -196,6 +206,9 @@ class Megatron(StackOptions):
         object.__setattr__(self, "cuda_graph_modules", graphed)
         if self.recompute == "selective" and self.recompute_method:
             raise SpecError(f"recompute_method={self.recompute_method!r} needs recompute='full'")
+        if any(set(chunk) - set("EtmL") for chunk in self._chunks):
+            raise SpecError(f"pipeline_model_parallel_layout={self.pipeline_model_parallel_layout!r} has other letters "
+                            "than E, t, m and L; give chunks such as 'Et*4|(t*4|)*14tmL'")  # fmt: skip
 
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError if Megatron, or its own layers, do not support an option with the run's fields `given`."""
@@ -264,6 +277,24 @@ class Megatron(StackOptions):
         }
 
     @property
+    def _chunks(self) -> list[str]:
+        """The letters of each chunk of the layout (transformer/pipeline_parallel_layer_layout.py), in order."""
+        repeat = lambda match: match[1] * int(match[2])  # noqa: E731
+        whole = re.sub(r"\(([^()]*)\)\*(\d+)", repeat, self.pipeline_model_parallel_layout or "")
+        return re.sub(r"(\w)\*(\d+)", repeat, whole).split("|") if whole else []
+
+    @property
+    def mtp_layers(self) -> int:
+        """The number of modules for multi-token prediction, all of them in the last stage."""
+        return "".join(self._chunks).count("m")
+
+    def layers_of(self, spec: ModelSpec, stages: int) -> tuple[int, ...] | None:
+        """Return the number of layers of each stage by the layout, with those for multi-token prediction, or None
+        without a layout."""
+        counts = [chunk.count("t") + chunk.count("m") for chunk in self._chunks]
+        return tuple(sum(counts[stage::stages]) for stage in range(stages)) if counts else None
+
+    @property
     def checks_losses(self) -> bool:
         """Whether the host checks the loss before the backward pass (pretrain_gpt.py, loss_func), gradients before they
         are reduced (core/distributed/param_and_grad_buffer.py, check_grads), and their norm. With one CUDA graph of all
@@ -317,6 +348,8 @@ class Megatron(StackOptions):
     def check_stages(self, stages: tuple[int, ...]) -> None:
         """Raise SpecError if stages with these numbers of layers cannot be divided into virtual stages."""
         chunks = self.virtual_pipeline
+        if self.pipeline_model_parallel_layout:
+            return
         # The embedding and the head count as layers of the first and the last stage.
         edge_stages = {0, len(stages) - 1} if min(stages) < max(stages) else set()
         if any((layers + (stage in edge_stages)) % chunks for stage, layers in enumerate(stages)):
@@ -326,7 +359,9 @@ class Megatron(StackOptions):
     def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
         """Raise SpecError if megatron-core cannot train `spec`; `stages` are the numbers of layers per stage."""
         self.check_stages(stages)
+        self._check_layout(spec, run)
         self._check_experts(spec, run)
+        self._check_attention(spec, run)
         chunks = self.virtual_pipeline
         number, uniform = self.recompute_num_layers, self.recompute_method != "block"
         if run.checkpointing == "full" and uniform and any(layers // chunks % number for layers in stages):
@@ -340,6 +375,26 @@ class Megatron(StackOptions):
             raise SpecError(f"sequence_parallel=True with {spec.name}: the RMSNorm of Megatron's own layers is "
                             "PyTorch's, which refuses it (torch_norm.py); give transformer_engine=True")  # fmt: skip
 
+    def _check_layout(self, spec: ModelSpec, run: Any) -> None:
+        if not (chunks := self._chunks):
+            return
+        letters, given = "".join(chunks), f"pipeline_model_parallel_layout={self.pipeline_model_parallel_layout!r}"
+        if run.pp == 1 or len(chunks) != run.pp * self.virtual_pipeline or letters.count("t") != spec.layers:
+            raise SpecError(f"{given} has {len(chunks)} chunks with {letters.count('t')} layers; give pp >= 2, "
+                            f"pp * virtual_pipeline={run.pp * self.virtual_pipeline} chunks, and the {spec.layers} "
+                            f"layers of {spec.name}")  # fmt: skip
+
+    def _check_attention(self, spec: ModelSpec, run: Any) -> None:
+        modules = set(self.recompute_modules) if run.checkpointing == "selective" else set()
+        missing = (set() if spec.experts else OF_EXPERTS) | (set() if spec.mla else OF_LATENTS)
+        if wrong := sorted(modules & missing):
+            raise SpecError(f"recompute_modules={wrong[0]!r} with {spec.name}, which has no such module; leave it out")
+        if spec.family not in ("deepseek_v3", "gpt_oss"):
+            return
+        if run.tp * run.cp > 1 or run.lora or run.attention == "eager" or not self.transformer_engine:
+            raise SpecError(f"stack='megatron' describes {spec.name} with Transformer Engine's layers and tp=1, cp=1, "
+                            "without lora and without attention='eager'; give these, or another stack")  # fmt: skip
+
     def _check_experts(self, spec: ModelSpec, run: Any) -> None:
         if not spec.experts:
             for option, value in {"cuda_graph_impl": "transformer_engine", "use_transformer_engine_op_fuser": True,
@@ -350,9 +405,6 @@ class Megatron(StackOptions):
                 option = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
                 raise SpecError(f"{option}, which has no experts; leave it out")
             return
-        if spec.dense_layers or spec.shared_experts:
-            raise SpecError(f"stack='megatron' does not support {spec.name}, which has layers without experts, or "
-                            "shared experts; give another stack")  # fmt: skip
         option = f"stack='megatron' does not support {spec.name}, whose MLPs are experts,"
         if run.expert_tp > 1:
             raise SpecError(f"{option} with tp={run.tp}; give expert_tensor_parallel_size=1, or tp=1, and ep")

@@ -127,6 +127,11 @@ class StackOptions(Spec):
         return False
 
     @property
+    def mtp_layers(self) -> int:
+        """The number of modules for multi-token prediction after the last layer."""
+        return 0
+
+    @property
     def checks_gradients(self) -> bool:
         """Whether the host waits for gradients before the update, to check them for overflow or to read their norm."""
         return self.checks_losses

@@ -17,7 +17,8 @@ from ..share import Share, adapted
 from .described import Block, Cut, Height, Kept, Loss
 
 # By module of --recompute-modules: the kind of tensors that it recomputes.
-MODULES = {"core_attn": "scores", "mlp": "mlp"}
+MODULES = {"core_attn": "scores", "mlp": "mlp", "layernorm": "norm outputs", "moe_act": "activation outputs",
+           "mla_up_proj": "q, k, v"}  # fmt: skip
 
 # By --cross-entropy-fusion-impl. tensor_parallel/cross_entropy.py: softmax overwrites the logits' fp32 copy, and the
 # gradient overwrites softmax. Autograd casts the gradient to 16 bits, and nothing refers to the logits. If the
@@ -78,10 +79,15 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     recipe, stack = share.run.fp8_recipe, Megatron.of(share.run)
     # transformer/mlp.py, glu: SiLU of one half, times the other with glu_linear_offset added
     unfused = spec.gated and not stack.bias_swiglu_fusion
-    inner = "m" if spec.experts else "f"
+    inner, gates = ("m", 2) if spec.experts else ("f", 2 if spec.gated else 1)
     storage: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
     once = ACTIVATION[recipe] if recipe else 1
-    sent = routed(share)
+    sent = wide = routed(share)
+    if spec.experts:  # the average of layers with experts, which may have shared ones, and of dense layers
+        shares = spec.moe_layers / spec.layers, spec.dense_layers / spec.layers
+        wide = shares[0] * (sent + spec.shared_experts) + shares[1] * spec.intermediate / spec.moe_intermediate
+        sent = shares[0] * (sent + bool(spec.shared_experts)) + shares[1]
+    values = spec.mla.v_head_dim / spec.head_dim if spec.mla else 1
     # A frozen layer of TE saves no input (module/linear.py, backward_needs_input); its adapter does, in 16 bits.
     frozen = share.run.lora is not None
     read_by_adapters = {(linear.part, linear.name in ROW_PARALLEL) for linear in adapted(spec, share.run)}
@@ -101,18 +107,19 @@ def _saved(share: Share) -> tuple[Kept, ...]:
         read("linear_qkv: its input", "linear inputs", "h", "tokens", once, "attention", False),
         *_attention(share),
         # Fused attention also saves its output, which in 16 bits is the same tensor.
-        Kept("linear_proj: its input", "attention output", "Q", "product", "heads", stays),
+        Kept("linear_proj: its input", "attention output", "Q", "product", "heads", values * stays),
         Kept("linear_proj: its input in fp8", "attention output", "Q", "byte", "heads",
-             once if recipe and not frozen else 0),
+             values * once if recipe and not frozen else 0),
         Kept("self_attn_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
         Kept("pre_mlp_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("pre_mlp_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
         *(_routing(share) if spec.experts else ()),
         read("linear_fc1: its input", "linear inputs", "h", "tokens", sent * once, "mlp", False),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
-        Kept("activation: its input", "mlp", inner, "product", "heads", sent * (2 if spec.gated else 1)),
+        Kept("activation: its input", "mlp", inner, "product", "heads", wide * gates),
         Kept("activation: what SiLU and the offset's sum made", "mlp", inner, "product", "heads", 2 if unfused else 0),
-        read("linear_fc2: its input", "mlp", inner, "heads", sent * once, "mlp", True),
+        read("linear_fc2: its input", "activation outputs" if module_again(share.run, "moe_act") else "mlp", inner,
+             "heads", wide * once, "mlp", True),
         Kept("mlp_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
     )  # fmt: skip
 
@@ -134,7 +141,8 @@ def _routing(share: Share) -> tuple[Kept, ...]:
     # chosen token, its position, twice, and its probability.
     chosen, places = (8 + 4) * spec.experts_per_token + (2 + 1) * spec.experts, (8 + 8 + 2) * sent
     return (
-        Kept("router: its input", "linear inputs", "h", "product", "tokens"),
+        Kept("router: its input", "norm outputs" if module_again(share.run, "layernorm") else "linear inputs", "h",
+             "product", "tokens"),
         Kept("router: who goes where", "router", "1", "byte", "tokens", chosen + places),
     )
 
@@ -143,6 +151,16 @@ def _attention(share: Share) -> tuple[Kept, ...]:
     spec, run, stack = share.spec, share.run, Megatron.of(share.run)
     grouped, rotated = spec.kv_heads != spec.heads, not spec.learned_positions
     unfused, own = run.attention == "eager", not stack.transformer_engine
+    if m := spec.mla:  # transformer/multi_latent_attention.py
+        latents = m.kv_lora_rank + (m.q_lora_rank or 0)
+        return (
+            Kept("latents", "norms", "1", "product", "tokens", latents),
+            Kept("linear_q_up_proj, linear_kv_up_proj: their inputs", "linear inputs", "1",
+                 "byte" if run.fp8_recipe else "product", "tokens", latents),
+            Kept("core_attention: queries, keys", "q, k, v", "Q", "product", "heads", 2),
+            Kept("core_attention: values", "q, k, v", "1", "product", "heads", spec.heads * m.v_head_dim),
+            Kept("core_attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
+        )  # fmt: skip
     # TE needs queries, keys and values as views of the matmul's output, or copies of all three
     # (dot_product_attention/utils.py, get_qkv_layout). Megatron's own unfused attention accepts views. If queries and
     # keys are rotated, they are additional tensors, because the values are a view of the matmul's output. Grouped keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil
 
 from ....specs.model import ModelSpec
@@ -24,6 +25,14 @@ STEPPED, CLEARED, MASTERED = 110, 0.2, {0: 2.6, 1: 3.5}
 # models/common/embeddings/rope_utils.py: two multiplications, the negation of one half, two copies and a sum; the
 # backward pass repeats all but one copy, and adds the zeros of the part that is not rotated.
 UNFUSED_SWIGLU, UNFUSED_ROTATION = Pass(7, 13), Pass(12, 14)
+# Bytes that the biases of gpt-oss's experts move per element of their output. Their product with the router's fp32
+# probability is added in fp32, concatenated and cast back (transformer/moe/experts.py, _apply_bias); the backward pass
+# repeats this, and sums the gradients of biases and probabilities. With fused operators, it reads the gradient again.
+EXPERT_BIASES, FUSED_BIASES = Pass(4 + 10 + 8 + 6, 6 + 6 + 4 + 12 + 12), Pass(0, 2)
+# Reads and writes, in widths of the result, that clamp both halves of the activation's input and concatenate them
+# (fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl).
+CLAMPED = Pass(8, 10)
+TILE = 128  # rows of queries, and of keys, that a kernel of attention multiplies together
 
 
 def block(share: Share) -> float:
@@ -41,7 +50,14 @@ def block(share: Share) -> float:
                         gradients of queries, keys and values are concatenated, which Transformer Engine's attention
                         does not need if nothing is rotated
             norms of heads  queries and keys: read and written, and contiguous copies of keys before
-        experts         see `routed`
+        experts         see `routed`; with shared experts, the sum of both outputs, and of both gradients of the input
+        latents         their norms; queries are rotated in place, and keys and values copied out of one tensor while
+                        keys are rotated (fusions/fused_mla_yarn_rope_apply.py); the backward pass repeats this, and
+                        adds the gradients of both down projections' input
+        gpt-oss         biases and clamps of experts, see `EXPERT_BIASES`; the bias of attention's output is added by an
+                        operator of its own (bias_dropout_fusion is off), and no fused kernel rotates with YaRN's scale
+                        (rope_utils.py, mscale)
+        modules         of `recompute_modules` run once more: see `Megatron`
         eager attention's scores        see `softmax`, and a copy that reorders attention's output
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
@@ -54,29 +70,53 @@ def block(share: Share) -> float:
         / spec.layers
         for row in (True, False)
     )
-    width, turned = share.mlp_width * c, c * (Q + K)
-    inputs = 2 if spec.gated else 1
+    width, turned = float(share.mlp_width * c), c * (Q + K)
+    inputs = 2 if spec.gated or spec.experts else 1
+    others = 0.0  # the width of dense MLPs and shared experts among layers with experts
+    if spec.experts:
+        width *= spec.moe_layers / spec.layers
+        others = c * (spec.shared_experts * spec.moe_intermediate * spec.moe_layers
+                      + spec.intermediate * spec.dense_layers) / spec.layers  # fmt: skip
     activated = Pass((inputs + 1) * width, (2 * inputs + 1) * width)
     if spec.gated and not stack.bias_swiglu_fusion:
         biases = 2 * inputs if spec.mlp_bias else 0
         activated = Pass((UNFUSED_SWIGLU.forward + biases) * width, UNFUSED_SWIGLU.backward * width)
     if stack.use_transformer_engine_op_fuser:
         activated = Pass(0, 0)
+    of_biases = rest = Pass(0, 0)
+    if spec.family == "gpt_oss":
+        fused = stack.use_transformer_engine_op_fuser
+        activated = activated if fused else Pass(*(a + b * width for a, b in zip(activated, CLAMPED, strict=True)))
+        of_biases = FUSED_BIASES if fused else EXPERT_BIASES
+        rest = Pass(2 * c * spec.hidden, c * (spec.hidden + Q + 2 * K))
+    of_experts = activated.forward
+    activated = Pass(of_experts + (inputs + 1) * others, activated.backward + (2 * inputs + 1) * others)
     rotation = Pass(0, 0) if spec.learned_positions else Pass(2, 2) if stack.rotates_at_once else UNFUSED_ROTATION
+    rotation = UNFUSED_ROTATION if spec.family == "gpt_oss" else rotation
     joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
+    up = 0.0
+    if m := spec.mla:
+        up = c * (2 * (m.kv_lora_rank + (m.q_lora_rank or 0)) + spec.heads * (
+            3 * m.qk_rope_head_dim + 2 * (m.qk_nope_head_dim + m.v_head_dim)))  # fmt: skip
+        rotation, joined = Pass(0, 0), 3 * c * spec.hidden + up + c * (m.kv_lora_rank + (m.q_lora_rank or 0))
     forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
     backward = spec.hidden * (norms * (2 * r + c) + 2 * (3 * r + dropped.backward)) + rows
     if spec.experts:
-        forward, backward = forward + routed(share), backward + routed(share)
+        moved = routed(share) + 3 * c * spec.hidden * bool(spec.shared_experts) * spec.moe_layers / spec.layers
+        forward += moved + share.received_width * of_biases.forward + rest.forward
+        backward += moved + share.received_width * of_biases.backward + rest.backward
     headed = Pass(c * (2 * Q + 4 * K), 3 * c * (Q + K)) if spec.qk_norm else Pass(0, 0)
     divided = run.tp if run.sequence_parallel else 1
-    forward = forward / divided + (rotation.forward * turned + headed.forward + activated.forward) / run.tp
+    forward = forward / divided + (rotation.forward * turned + up + headed.forward + activated.forward) / run.tp
     backward = backward / divided
     backward += (rotation.backward * turned + headed.backward + joined + activated.backward + columns) / run.tp
     again = whole_again(spec, run)
     repeated, scores = again * forward, 0.0
     if module_again(run, "mlp"):
         repeated = activated.forward / run.tp
+    of_norm = (1 + bool(spec.mla)) * spec.hidden * (r + c) / divided
+    for module, moves in (("layernorm", of_norm), ("moe_act", of_experts), ("mla_up_proj", up)):
+        repeated += moves * module_again(run, module)
     if module_again(run, "core_attn"):
         again = 1.0
     if share.kernel == "eager":
@@ -109,6 +149,21 @@ def routed(share: Share) -> float:
     else:
         moves = 2 * (1 + copies) + 4 * copies * (run.ep > 1) + 4 * copies * bool(run.fp8_recipe)
     return moves * spec.hidden * share.bytes.compute * spec.moe_layers / spec.layers
+
+
+@lru_cache(maxsize=256)
+def window_share(spec: ModelSpec, length: int) -> float:
+    """Return the share of the causal scores of sequences of `length` tokens, in tiles, that attention computes if it
+    skips tiles outside the sliding windows, averaged over the layers."""
+    window, layers = spec.sliding_window, spec.window_layers
+    if not spec.has_formulas:  # sizes of a plain transformer have no windows
+        window = spec.config.get("sliding_window")
+        layers = list(spec.config.get("layer_types") or ()).count("sliding_attention")
+    if not window:
+        return 1.0
+    tiles = ceil(length / TILE)
+    seen = sum(min(tile + 1, ceil((window - 1) / TILE) + 1) for tile in range(tiles))
+    return 1 - layers / spec.layers * (1 - seen / (tiles * (tiles + 1) / 2))
 
 
 def softmax(share: Share) -> Pass:
