@@ -175,8 +175,8 @@ def notes(rows: list[Report]) -> list[str]:
     if phases:
         inside = sum(abs(off) <= PHASE_BAR for off, _ in phases)
         farthest, where = max(phases, key=lambda phase: abs(phase[0]))
-        text = f"Phases: {inside} of {len(phases)} within {PHASE_BAR:.0%}; the largest error is at {where}, {farthest:+.2%}."
-        said.append(text)
+        count = f"{inside} of {len(phases)} within {PHASE_BAR:.0%}"
+        said.append(f"Phases: {count}; the largest error is at {where}, {farthest:+.2%}.")
     drawn = [(row, [peaks.reserved for peaks in of(row).drawn if peaks]) for row in rows if session(row) in threaded]
     ranges = [(min(sizes), row.peak_reserved, max(sizes)) for row, sizes in drawn if sizes]
     if ranges:
