@@ -86,6 +86,8 @@ def serve(
     from .serving.report import served
     from .serving.service import Service
 
+    if service is not None and not isinstance(service, Service):
+        raise SpecError(f"service={service!r} is no Service; write lab.Service(concurrency=4)")
     return served(find_model(model), service or Service(), find_gpu(gpu), slo)
 
 

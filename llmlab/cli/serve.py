@@ -124,6 +124,9 @@ def _check_answers(asked: list[str], options: dict[str, Any]) -> None:
 def _service(options: dict[str, Any], count: int) -> Service:
     """Return the service of `options` on `count` GPUs, which serve one copy of the model unless `tp` says otherwise."""
     stages = max(1, options.get("pp", 1))
+    if count > 1 and "tp" in options and options["tp"] * stages != count:
+        used = f"--tp {options['tp']} with --pp {stages} uses {options['tp'] * stages} of the {count} GPUs of --gpu"
+        raise SpecError(f"{used}, and one copy of the model uses all of them; leave --tp out")
     if "tp" not in options and count % stages:
         raise SpecError(f"--pp {stages} does not divide the {count} GPUs of --gpu; give a divisor, or --tp as well")
     return Service(**{"tp": count // stages, **options})
@@ -131,9 +134,14 @@ def _service(options: dict[str, Any], count: int) -> Service:
 
 def _launched(show: Callable, model: str, service: Service, gpu: str, as_json: bool) -> int:
     from ..serving.launch import launch_line
+    from ..serving.memory import Memory, divided_memory, startable_length
     from ..serving.report import possible
 
-    service = possible(find_model(model), service, find_gpu(gpu))
+    spec, device = find_model(model), find_gpu(gpu)
+    service = possible(spec, service, device)
+    memory = divided_memory(spec, service, device)
+    if service.engine == "vllm" and isinstance(memory, Memory) and 0 < memory.longest < 1:  # else it does not start
+        service = replace(service, max_model_len=startable_length(spec, service, device))
     line = launch_line(find_model(model).name, service)
     show(_dump({"command": line}) if as_json else line)
     return 0
@@ -171,7 +179,7 @@ def _room(show: Callable, model: str, service: Service, gpu: str, users: int, as
         if service.engine == "llama.cpp":
             show(f"{words} with all layers, or --n-gpu-layers of them, on the GPU.")
             return 0 if tokens else 1
-        least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than a {device.name} has"
+        least = f"--gpu-memory-utilization {share:.3f} at least" if share else f"more than one {device.name} has"
         show(f"{words}. Requests of {service.prompt_len + service.output_len:,} tokens need {least}.")
     return 0 if tokens else 1
 

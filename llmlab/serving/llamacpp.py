@@ -97,11 +97,11 @@ class Buffers:
 
     def shown(self) -> list[str]:
         """Return the lines of a report."""
-        lines = [f"{'':20}{'GPU':>12}{'CPU':>12}"]
+        lines = [f"{'':20}{'GPU':>13}{'CPU':>13}"]
         for name, sizes in (("model buffer", self.model), ("KV buffer", self.kv), ("compute buffer", self.compute)):
-            lines.append(f"{name:20}" + "".join(f"{show_bytes(size):>12}" for size in sizes))
-        lines.append(f"{'CUDA context':20}{show_bytes(self.outside):>12}")
-        lines.append(f"{'layers offloaded':20}{f'{self.offloaded}/{self.layers}':>12}")
+            lines.append(f"{name:20}" + "".join(f"{show_bytes(size):>13}" for size in sizes))
+        lines.append(f"{'CUDA context':20}{show_bytes(self.outside):>13}")
+        lines.append(f"{'layers offloaded':20}{f'{self.offloaded}/{self.layers}':>13}")
         return lines
 
 

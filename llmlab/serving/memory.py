@@ -8,6 +8,7 @@ context hold outside of torch; all the rest is blocks of the cache.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil
 
@@ -98,12 +99,33 @@ def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buff
     weights, activations = weight_bytes(spec, service, gpu), activation_bytes(spec, service, gpu)
     graphs = graph_bytes(spec, service, gpu)
     cache = budget - weights - outside - activations - graphs
+    token = cache_bytes(spec, service, 2**20) - cache_bytes(spec, service, 2**20 - 1)
+    # If all layers have windows, a long request needs no more for another token: then count inside of the window.
+    token = token or (cache_bytes(spec, service, 2 * BLOCK) - cache_bytes(spec, service, BLOCK)) // BLOCK
     return Memory(
-        budget, weights, outside, activations, graphs, cache,
-        cache_bytes(spec, service, 2**20) - cache_bytes(spec, service, 2**20 - 1),
-        *(cache_bytes(spec, service, -(-tokens // BLOCK) * BLOCK)
-          for tokens in (length, service.max_model_len or spec.max_positions)),
-    )  # fmt: skip
+        budget, weights, outside, activations, graphs, cache, token, cache_bytes(spec, service, _rounded(length)),
+        longest_bytes(spec, service, gpu, service.max_model_len or spec.max_positions),
+    )
+
+
+def longest_bytes(spec: ModelSpec, service: Service, gpu: GPU, tokens: int) -> int:
+    """Return the bytes that vLLM wants free for one request of `tokens` tokens before it starts: in layers with a
+    window those of a whole step and a block besides (v1/kv_cache_interface.py, SlidingWindowSpec)."""
+    ahead = service.limits(gpu)[1] - 1 + BLOCK if service.engine == "vllm" else 0
+    return cache_bytes(spec, service, _rounded(tokens), ahead)
+
+
+def startable_length(spec: ModelSpec, service: Service, gpu: GPU) -> int:
+    """Return the most tokens, up to the model's positions, of which the cache holds one request."""
+    memory = divided_memory(spec, service, gpu)
+    if isinstance(memory, Buffers):
+        return spec.max_positions
+    blocks = range(BLOCK, spec.max_positions + 1, BLOCK)
+    return BLOCK * bisect_right(blocks, memory.cache, key=lambda count: longest_bytes(spec, service, gpu, count))
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK
 
 
 def weight_bytes(spec: ModelSpec, service: Service, gpu: GPU) -> int:
@@ -179,21 +201,22 @@ def _mixer_elements(hidden: int, layer: Layer, split: int) -> float:
     return 0.0
 
 
-def cache_bytes(spec: ModelSpec, service: Service, tokens: int) -> int:
-    """Return the bytes that one request of `tokens` tokens has in the caches of one GPU."""
-    total = _cache_bytes(layers_of(spec), service, tokens) * _share(spec, service)
+def cache_bytes(spec: ModelSpec, service: Service, tokens: int, ahead: int = 0) -> int:
+    """Return the bytes that one request of `tokens` tokens has in the caches of one GPU, with room for `ahead` tokens
+    more than the window in layers that have one."""
+    total = _cache_bytes(layers_of(spec), service, tokens, ahead) * _share(spec, service)
     if service.draft:
-        total += _cache_bytes(draft_of(spec, service.draft), service, tokens)
+        total += _cache_bytes(draft_of(spec, service.draft), service, tokens, ahead)
     return int(total)
 
 
-def _cache_bytes(layers: Layers, service: Service, tokens: int) -> float:
+def _cache_bytes(layers: Layers, service: Service, tokens: int, ahead: int) -> float:
     split = service.tp // service.dp_attention
     total = 0.0
     for layer, count in layers.kinds:
         mixer = layer.mixer
         if isinstance(mixer, Attention):
-            seen = min(tokens, mixer.window or tokens)
+            seen = min(tokens, mixer.window + ahead if mixer.window else tokens)
             total += count * seen * 2 * max(1, -(-mixer.kv_heads // split)) * mixer.head_dim * BITS[service.kv] / 8
         elif isinstance(mixer, LatentAttention):
             total += count * tokens * (mixer.kv_rank + mixer.rope_dim) * BITS[service.kv] / 8

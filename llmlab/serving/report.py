@@ -15,10 +15,10 @@ from ..hardware.gpu import GPU
 from ..specs.generic import ConfigSizes, auto_class, text_config
 from ..specs.model import ModelSpec
 from .kernels import engine_kernels
-from .layers import Attention, LatentAttention, draft_of, layers_of
+from .layers import Attention, Experts, LatentAttention, draft_of, layers_of
 from .llamacpp import Buffers, buffers, slot_tokens
 from .load import Latency, goodput, prompt_seconds, simulate, summary
-from .memory import Memory, divided_memory
+from .memory import Memory, divided_memory, startable_length
 from .replay import Served
 from .service import UTILIZATION, WEIGHTS, Service
 from .step import Step, step_seconds
@@ -148,6 +148,9 @@ def served(
     memory = divided_memory(spec, service, gpu)
     room = memory.requests * service.dp_attention
     notes = _notes(spec, service, gpu)
+    if isinstance(memory, Memory) and service.engine == "vllm" and 0 < memory.longest < 1 <= room:
+        words = f"vLLM does not start: its cache is smaller than one request of {service.max_model_len:,} tokens"
+        notes.append(Note("max-model-len", f"{words}; give max_model_len={startable_length(spec, service, gpu)}"))
     if room < 1:
         if nearest := _nearest(spec, service, gpu):
             notes.append(Note("fits-with", f"the model fits on {nearest}"))
@@ -219,6 +222,10 @@ def possible(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
     if service.draft and (vocab := draft_of(spec, service.draft).vocab) != spec.vocab:
         words = f'draft="{service.draft}" has a vocabulary of {vocab}, {spec.name} one of {spec.vocab}'
         raise SpecError(f"{words}; give a draft with the model's tokenizer")
+    experts = any(isinstance(layer.mlp, Experts) for layer, _ in layers_of(spec).kinds)
+    if not experts and (service.ep > 1 or service.weights == "mxfp4"):
+        given = f"ep={service.ep}" if service.ep > 1 else 'weights="mxfp4"'
+        raise SpecError(f"{given} is for experts, and {spec.name} has none; leave it out")
     split = service.tp // service.dp_attention
     for layer, _ in layers_of(spec).kinds:
         if isinstance(layer.mixer, (Attention, LatentAttention)) and layer.mixer.heads % split:
@@ -255,8 +262,11 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
     if service.weights == "bf16" and spec.checkpoint in WEIGHTS:
         words = f"{spec.name} is published in {spec.checkpoint}, and this is the service with weights in bf16"
         instead = f'give weights="{spec.checkpoint}" to serve it as it is'
-        why = instead if _has_units(spec.checkpoint, gpu) else f"{gpu.name} has no {UNITS[spec.checkpoint]} units"
-        notes.append(Note("checkpoint", f"{words}; {why}"))
+        lacks = f"{gpu.name} has no {UNITS.get(spec.checkpoint)} units, and kernels that widen them are not predicted"
+        notes.append(Note("checkpoint", f"{words}; {instead if _has_units(spec.checkpoint, gpu) else lacks}"))
+    elif spec.checkpoint and spec.checkpoint not in WEIGHTS:
+        words = f"{spec.name} is quantized by {spec.checkpoint}, which is not predicted"
+        notes.append(Note("checkpoint", f"{words}; this is the service with weights in {service.weights}"))
     if service.weights == "bf16" and gpu.peak("bf16") is None:
         words = f"{gpu.name} has no bf16 units: engines convert the weights to fp16, which has the same size"
         notes.append(Note("fp16", f'{words}; give weights="fp16"'))

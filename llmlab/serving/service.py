@@ -112,6 +112,10 @@ class Service:
 
     def __post_init__(self) -> None:
         self._check_formats()
+        for name in ("rate", "acceptance", "prefix_hit", "range_ratio", "gpu_memory_utilization", "cpu_memory_gb_s"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise SpecError(f"{name}={value!r}: give a number")
         for name, hint in HINTS.items():
             value, least, optional = getattr(self, name), LEAST.get(name, 1), hint is not int
             if int not in (hint, *get_args(hint)) or (optional and value is None):

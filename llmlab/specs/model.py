@@ -223,7 +223,7 @@ def _from_config(config: Mapping[str, Any], claimed: str, where: str) -> ModelSp
                         "a config of a family that transformers has")  # fmt: skip
     shape = {key: value for key, value in config.items() if key not in NOT_SHAPE}
     quantization = config.get("quantization_config")
-    checkpoint = str(quantization.get("quant_method") or "") if isinstance(quantization, Mapping) else ""
+    checkpoint = published_format(quantization) if isinstance(quantization, Mapping) else ""
     try:
         text = json.dumps(shape)
     except (TypeError, ValueError) as error:
@@ -234,6 +234,27 @@ def _from_config(config: Mapping[str, Any], claimed: str, where: str) -> ModelSp
     if preset and spec != _preset(preset):
         return ModelSpec(f"{claimed} (changed)", text, where, checkpoint)
     return spec
+
+
+def published_format(quantization: Mapping[str, Any]) -> str:
+    """Return the format of the weights that a config's `quantization_config` describes, in the names of `lab.Service`;
+    for others, the method's name and bits.
+
+    >>> published_format({"quant_method": "gptq", "bits": 8}), published_format({"quant_method": "fbgemm_fp8"})
+    ('int8', 'fp8')
+    """
+    method = str(quantization.get("quant_method") or "")
+    if method == "compressed-tensors":
+        groups = quantization.get("config_groups") or {}
+        weights = next((group.get("weights") or {} for group in groups.values() if isinstance(group, Mapping)), {})
+        known = {"8 float": "fp8", "8 int": "int8", "4 int": "gptq", "4 float": "nvfp4"}
+        return known.get(f"{weights.get('num_bits')} {weights.get('type')}", method)
+    if method == "modelopt":
+        return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(quantization.get("quant_algo")), method)
+    bits = quantization.get("bits", 4) if method in ("gptq", "awq") else 4
+    if bits != 4:
+        return "int8" if bits == 8 else f"{method} in {bits} bits"
+    return "fp8" if method == "fbgemm_fp8" else method
 
 
 @cache

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmlab as lab
-from llmlab.serving.memory import SAMPLING, activation_bytes, divided_memory, weight_bytes
+from llmlab.serving.memory import SAMPLING, activation_bytes, cache_bytes, divided_memory, weight_bytes
 from llmlab.serving.sizing import longest_context
 from llmlab.specs.model import model
 
@@ -35,12 +35,34 @@ def test_kernels_in_mxfp4_pad_experts_except_on_hopper():
 @settings(deadline=None)
 @given(st.sampled_from(FAMILIES), st.integers(64, 30_000))
 def test_the_longest_requests_together_fill_the_cache(name, tokens):
-    """vLLM's "Maximum concurrency": of N requests at once each has max_model_len tokens, of N + 1 not."""
+    """vLLM's "Maximum concurrency": of N requests at once each has max_model_len tokens, of N + 1 not, unless windows
+    reserve the tokens of a step that they never keep."""
     spec, service = model(name), lab.Service(weights="fp8", tp=8, max_model_len=tokens)
     memory = divided_memory(spec, service, H100)
     if users := int(memory.longest):
         assert longest_context(spec, service, H100, users) >= tokens
-    assert longest_context(spec, service, H100, users + 1) < -(-tokens // 16) * 16
+    if memory.per_longest == cache_bytes(spec, service, -(-tokens // 16) * 16):
+        assert longest_context(spec, service, H100, users + 1) < -(-tokens // 16) * 16
+
+
+def test_a_cache_of_windows_alone_has_as_many_blocks_as_fit_within_them():
+    """Mistral-7B: 2 · 32 layers · 8 heads · 128 · 2 bytes are 128 KiB per token; vLLM keeps a step besides."""
+    spec, gpu = model("mistralai/Mistral-7B-v0.1"), lab.gpu("L4")
+    service = lab.Service(max_num_batched_tokens=2048)
+    memory = divided_memory(spec, service, gpu)
+    assert memory.tokens == memory.cache // (16 * 128 * 1024) * 16
+    assert memory.longest == pytest.approx(memory.cache / (128 * 1024 * (4096 + 2048 + 16)), rel=0.01)
+
+
+def test_a_model_whose_longest_request_does_not_fit_needs_a_limit():
+    """vLLM refuses to start (check_enough_kv_cache_memory); with the length that the note names it starts."""
+    service = lab.Service(tp=2)
+    report = lab.serve("meta-llama/Llama-3.1-70B", service, "H100")
+    (note,) = [note for note in report.notes if note.code == "max-model-len"]
+    length = int(note.rpartition("=")[2])
+    for tokens, starts in ((length, True), (length + 16, False)):
+        memory = divided_memory(model(report.model), replace(service, max_model_len=tokens), H100)
+        assert (memory.longest >= 1) == starts
 
 
 @pytest.mark.parametrize(("gib", "longest", "draft", "logged"), [

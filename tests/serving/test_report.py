@@ -91,6 +91,26 @@ def test_a_published_format_without_units_on_the_gpu_is_served_in_bf16():
     assert lab.serve("openai/gpt-oss-20b", lab.Service("llama.cpp", output_len=64), "T4").service.weights == "mxfp4"
 
 
+FP8 = {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}
+
+
+@pytest.mark.parametrize(("quantization", "stored"), [
+    ({"quant_method": "compressed-tensors", "config_groups": FP8}, "fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"), ({"quant_method": "gptq", "bits": 8}, "int8"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bf16"),
+])  # fmt: skip
+def test_the_format_of_a_checkpoint_is_read_from_its_config(quantization, stored):
+    report = lab.serve({**lab.model(LLAMA).config, "quantization_config": quantization}, lab.Service(), "B200")
+    assert report.service.weights == stored
+    assert ("checkpoint" in [note.code for note in report.notes]) == (stored == "bf16")
+
+
+@pytest.mark.parametrize("fields", [{"ep": 8, "tp": 8}, {"weights": "mxfp4"}])
+def test_options_of_experts_are_refused_for_dense_models(fields):
+    with pytest.raises(SpecError, match="has none"):
+        lab.serve(LLAMA, lab.Service(**fields), "H100")
+
+
 @pytest.mark.parametrize(("name", "words"), [
     ("bert-base-uncased", "fills in masked tokens"), ("t5-base", "has an encoder"),
     ("openai/whisper-small", "has an encoder"),

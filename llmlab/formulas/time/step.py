@@ -39,7 +39,7 @@ from .efficiency import Efficiency, efficiency
 from .elementwise import OWN_LOGITS, moved
 from .flops import flops, head_sizes
 from .host import generation_host_seconds, host_seconds, small_kernels, started, update_host_seconds
-from .kernels import Kernels, kernels
+from .kernels import HOST, Kernels, kernels
 from .offload import waiting
 from .products import Product, gradients_of_first_block, multiplied_wide, products
 from .roofline import decode_pass, prefill_pass
@@ -501,7 +501,8 @@ def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: boo
     rate = rates.matmul.get(peak_dtype(run))
     if rate is None:
         return None
-    host = generation_host_seconds(spec, rates) if eager else 0.0
+    launching = rates if rates.dispatch else efficiency(HOST)
+    host = generation_host_seconds(spec, launching) if eager and launching else 0.0
     passes = prefill_pass(spec, run), decode_pass(spec, run, absorbed=not eager)
     first, token = (one.seconds(rate, rates.bandwidth) for one in passes)
     return max(first, host), max(token, host)
