@@ -206,6 +206,8 @@ def draft_of(spec: ModelSpec, draft: str) -> Layers:
     is like the model's last (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
     kind = draft.partition(":")[0]
+    if kind in ("ngram", "suffix", "medusa"):
+        raise SpecError(f'draft="{draft}" is not predicted; give "mtp", "eagle3" or the name of a smaller model')
     if kind not in ("mtp", "eagle3"):
         return layers_of(model(draft))
     read = ConfigSizes(text_config(spec.config), spec.name)

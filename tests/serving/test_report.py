@@ -105,6 +105,15 @@ def test_the_format_of_a_checkpoint_is_read_from_its_config(quantization, stored
     assert ("checkpoint" in [note.code for note in report.notes]) == (stored == "bf16")
 
 
+def test_several_nodes_and_unpredicted_drafts_are_said():
+    wide = lab.serve("meta-llama/Llama-3.1-405B", lab.Service(tp=16, weights="fp8"), "H100")
+    rack = lab.serve("meta-llama/Llama-3.1-405B", lab.Service(tp=16, weights="fp8"), "GB200")
+    assert "several-nodes" in [note.code for note in wide.notes]
+    assert "several-nodes" not in [note.code for note in rack.notes]
+    with pytest.raises(SpecError, match="eagle3"):
+        lab.serve(LLAMA, lab.Service(draft="ngram", acceptance=0.5), "H100")
+
+
 @pytest.mark.parametrize("fields", [{"ep": 8, "tp": 8}, {"weights": "mxfp4"}])
 def test_options_of_experts_are_refused_for_dense_models(fields):
     with pytest.raises(SpecError, match="has none"):
