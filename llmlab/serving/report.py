@@ -271,8 +271,8 @@ def _notes(spec: ModelSpec, service: Service, gpu: GPU) -> list[Note]:
         words = f"{gpu.name} has no bf16 units: engines convert the weights to fp16, which has the same size"
         notes.append(Note("fp16", f'{words}; give weights="fp16"'))
     if service.gpus > gpu.node_gpus:
-        words = f"{service.gpus} GPUs are on several nodes of {gpu.node_gpus} {gpu.name}: messages are timed as within one"
-        notes.append(Note("several-nodes", f"{words} node, so the times are too short"))
+        words = f"{service.gpus} GPUs are on several nodes of {gpu.node_gpus} {gpu.name}"
+        notes.append(Note("several-nodes", f"{words}: messages are timed as within one node, so times are too short"))
     if not engine_kernels(gpu).measured:
         words = f"no kernels of {gpu.name} were measured: times are computed from 80 % of the data sheet's bandwidth"
         notes.append(Note("kernels-not-measured", f"{words} and 60 % of its peak FLOP/s"))
