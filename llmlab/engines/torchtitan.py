@@ -214,7 +214,7 @@ def _ranks(parallel: Mapping[str, Any], pp: int, given: Mapping[str, Any]) -> di
         if "dp" not in given:
             raise SpecError("data_parallel_shard_degree=-1 means all remaining ranks; give dp=")
         shards = given["dp"] // copies
-    if shards == 1:
+    if shards == 1 and parallel.get("context_parallel_degree", 1) == 1:  # FSDP's mesh is dp_shard times cp
         return {"dp": copies, "dp_replicate": 1, "zero": 0}
     never = parallel.get("fsdp_reshard_after_forward", "default") in (("never", "default") if pp > 1 else ("never",))
     return {"dp": copies * shards, "dp_replicate": copies, "zero": 2 if never else 3}

@@ -59,7 +59,9 @@ def assessed(
     sort, fit = kind(spec, run, peak), Verdict("unknown", 0, 0)
     if card:
         fit = verdict(max(peaks), card, run.world_size, sort.holes, 1.0 if trace else plainness(spec, run))
-    refused = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # a compiled step may need less
+    # A compiled step that is counted as an eager one may need less, but not less than weights and optimizer states.
+    undecided = _counted_eager(spec, run, card) and card is not None and _states(memory) <= card.memory
+    refused = fit.outcome == "out of memory" and not undecided
     traced = _durations(spec, run, card, trace) if trace and card and isinstance(run, Training) else None
     time = timing(spec, run, card, cluster, traced)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
@@ -90,7 +92,7 @@ def assessed(
         notes=(
             Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
             *_origin(spec, run, trace, traced),
-            *_notes(spec, run, card, peaks, sort, fit, time.notes),
+            *_notes(spec, run, card, peaks, sort, fit, undecided, time.notes),
         ),
     )
     return report, fit
@@ -117,6 +119,12 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
 def _counted_eager(spec: ModelSpec, run: Run, gpu: GPU | None) -> bool:
     """Whether a compiled step is counted as an eager one."""
     return isinstance(run, Training) and run.compile and not share_of(spec, run, gpu).compiled
+
+
+def _states(memory: _Memory) -> int:
+    """Return the bytes of weights and optimizer states on the fullest stage."""
+    parts = [moment.parts for stage in memory.stages for moment, _ in stage]
+    return max(part.get("weights", 0) + part.get("optimizer", 0) for part in parts)
 
 
 class _Memory(NamedTuple):
@@ -221,6 +229,7 @@ def _notes(
     peaks: list[int],
     sort: Kind,
     fit: Verdict,
+    undecided: bool,
     of_time: tuple[Note, ...],
 ) -> Iterator[Note]:
     """Yield the notes on what the figures do not show: pipeline stages, unknown sizes, and serving."""
@@ -257,7 +266,7 @@ def _notes(
     if isinstance(run, Inference):
         engine = "`llmlab serve` predicts an engine that batches requests: its KV cache, latency and price"
         yield Note("serving", f"This is Hugging Face's generate(). {engine}.")
-    elif fit.outcome == "out of memory" and _counted_eager(spec, run, gpu):
+    elif fit.outcome == "out of memory" and undecided:
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")
 

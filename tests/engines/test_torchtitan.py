@@ -20,6 +20,12 @@ def test_weights_are_gathered_in_fp8_where_the_setting_of_their_all_gather_says_
     assert not gathers("precompute_float8_dynamic_scale_for_fsdp") and not gathers()
 
 
+def test_context_parallel_ranks_share_the_weights_of_one_shard():
+    """torchtitan shards over dp_shard times cp, so one shard with cp=8 is FSDP over eight ranks, not DDP."""
+    run = lab.Training.from_torchtitan({"parallelism": {"data_parallel_shard_degree": 1, "context_parallel_degree": 8}})
+    assert (run.dp, run.cp, run.zero) == (1, 8, 3)
+
+
 @pytest.mark.parametrize(
     ("key", "default", "other"),
     [

@@ -14,6 +14,20 @@ from llmlab.hardware.gpu import gpus
 QV = lab.LoRA(rank=8, targets=("q_proj", "v_proj"))
 
 
+def test_a_compiled_step_whose_states_exceed_the_gpu_does_not_fit():
+    """The 70B's fp32 shards and AdamW states are 12 bytes per parameter and rank: 98.6 GiB of 8 ranks, 6.2 of 128."""
+    options = dict(stack="torchtitan", zero=3, checkpointing="full", compile=True, precision="mixed-bf16")
+    runs = [lab.Training(1, 8192, dp=dp, **options) for dp in (8, 128)]
+    outcomes = [lab.estimate("meta-llama/Llama-3.1-70B", run, "H100-80GB").outcome for run in runs]
+    assert outcomes == ["out of memory", "fits"]
+
+
+def test_mfu_refers_to_the_data_sheet_also_under_a_power_limit():
+    run = lab.Training(8, 2048, precision="bf16")
+    full, limited = (lab.estimate("Llama-3.2-1B", run, lab.gpu("H100-80GB", power=watts)) for watts in (None, 500))
+    assert limited.mfu / full.mfu == pytest.approx(full.step_seconds / limited.step_seconds)
+
+
 def test_an_estimate_that_cannot_tell_says_within_what():
     run = lab.Training(5, 1024, "fp16", checkpointing="full", lora=QV)
     t4 = lab.gpu("T4")

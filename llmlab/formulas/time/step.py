@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...base.errors import NotAvailable
-from ...hardware.gpu import GPU
+from ...hardware.gpu import GPU, clocks
 from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training, stack_of
@@ -295,10 +295,10 @@ def hfu(spec: ModelSpec, run: Run, gpu: GPU, seconds: float) -> float | None:
 
 
 def utilisation(count: int, run: Run, gpu: GPU, seconds: float) -> float | None:
-    """Return `count` FLOP divided by the FLOP that all GPUs could compute in `seconds` at their peak, or None if the
-    data sheet has no peak."""
+    """Return `count` FLOP divided by the FLOP that all GPUs could compute in `seconds` at the peak of the data sheet,
+    also under a power limit, or None if the data sheet has no peak."""
     peak = gpu.peak(peak_dtype(run))
-    return count / run.world_size / seconds / peak if peak else None
+    return count / run.world_size / seconds / peak * clocks(gpu) if peak else None
 
 
 def peak_dtype(run: Run) -> str:
