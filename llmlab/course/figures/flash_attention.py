@@ -94,7 +94,7 @@ def draw_causal_tiles(rows: int, tile: int) -> Picture:
 
 def draw_backward() -> Picture:
     """Draw the tensors of the backward pass: those that the forward pass saves, and those that tiles recompute."""
-    picture, ax = sketch(196)
+    picture, ax = sketch(248)
     label(ax, 12, 14, "saved by the forward pass", weight="bold")
     tensors = (("q", "S × d"), ("k", "S × d"), ("v", "S × d"), ("out", "S × d"), ("lse", "S"))
     for number, (name, size) in enumerate(tensors):
@@ -102,14 +102,16 @@ def draw_backward() -> Picture:
     label(ax, 12, 95, "never in\nmemory", weight="bold")
     for number, name in enumerate(("scores s", "probabilities p")):
         box(ax, 112 + 142 * number, 76, 132, 38, f"{name}\nS × S", WHITE, MUTED)
-    label(ax, 12, 134, "recomputed, tile by tile", weight="bold")
-    for x, width, words in ((12, 132, "p = exp(q·kᵀ − lse)"), (156, 96, "δ = dO·out"), (264, 124, "ds = p·(dp − δ)")):
-        box(ax, x, 148, width, 38, words, IN_THE_LOOP)
-        if x > 12:
-            link(ax, (x - 12, 167), (x, 167), color=MUTED)
+    label(ax, 12, 142, "computed once,\nper row", weight="bold")
+    box(ax, 170, 124, 96, 38, "δ = dO·out", IN_THE_LOOP)
+    label(ax, 12, 186, "recomputed, tile by tile", weight="bold")
+    for x, width, words in ((12, 132, "p = exp(q·kᵀ − lse)"), (156, 124, "ds = p·(dp − δ)"), (292, 96, "dp = dO·vᵀ")):
+        box(ax, x, 200, width, 38, words, IN_THE_LOOP)
+    for start, end in (((144, 219), (156, 219)), ((292, 219), (280, 219)), ((218, 162), (218, 200))):
+        link(ax, start, end, color=MUTED)
     return finished(
         picture,
         "The forward pass saves q, k, v and the output, S by d each, and lse, one number per row. Scores and "
-        "probabilities, S by S, are never in memory. The backward pass recomputes tiles of p from q, k and lse, "
-        "computes delta from the output and its gradient, and ds from both.",
+        "probabilities, S by S, are never in memory. The backward pass computes delta from out and its gradient, "
+        "recomputes tiles of p from q, k and lse, computes tiles of dp from dO and v, and ds from all three.",
     )
