@@ -150,9 +150,9 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
 
 def _message(word: str) -> str | None:
     """Return the text of a message or of a log file; None for the name or the path of a model."""
-    if " " in word and "memory" in word.lower():
-        return word
     path = Path(word)
+    if " " in word and not path.exists():
+        return word
     log = path.suffix in (".txt", ".log", ".out", ".err") and path.is_file()
     return path.read_text(encoding="utf-8", errors="replace") if log else None
 

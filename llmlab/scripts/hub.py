@@ -277,13 +277,15 @@ def _save(cls: Any, folder: Path, config: Any) -> None:
     import torch
     from transformers import modeling_utils
 
+    from ..simulation.host_tensors import uncounted
+
     config = cls.config_class.from_pretrained(folder) if config is None else deepcopy(config)  # saving changes it
     with _silent():
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         # Under ZeRO-3, models within the model would be created in parts, one for each rank.
         whole = mock.patch.object(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
-        with tempfile.TemporaryDirectory() as own, whole:
+        with tempfile.TemporaryDirectory() as own, whole, uncounted():
             cls(config).to(dtype).save_pretrained(own, max_shard_size="1000TB")
             os.replace(os.path.join(own, WEIGHTS_FILE), folder / WEIGHTS_FILE)  # in memory
 

@@ -8,11 +8,26 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from os.path import basename
 
 from torch import Tensor, UntypedStorage
 
 from ..base.files import is_library
+
+_uncounted = ContextVar("uncounted", default=False)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count no tensors on the host inside of this block: those of a checkpoint that stands for a downloaded one."""
+    token = _uncounted.set(True)
+    try:
+        yield
+    finally:
+        _uncounted.reset(token)
 
 
 class _Storage(weakref.ref):
@@ -39,7 +54,7 @@ class HostTensors:
     def hold(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` until it dies, unless it is counted already."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._live and storage.nbytes():
+        if storage._cdata not in self._live and storage.nbytes() and not _uncounted.get():
             self._count(storage, storage.nbytes(), _line())
 
     def pin(self, tensor: Tensor) -> None:

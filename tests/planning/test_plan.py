@@ -165,6 +165,13 @@ def test_the_commands_exit_codes(words, code):
     assert "Traceback" not in done.output
 
 
+def test_fix_of_a_text_that_is_no_model_says_what_it_reads():
+    done = CliRunner().invoke(cli, ["fix", "ValueError: Attempting to unscale FP16 gradients."])
+    assert done.exit_code == 2 and "not a message of torch.OutOfMemoryError" in done.output
+    done = CliRunner().invoke(cli, ["fix", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"])
+    assert done.exit_code == 0
+
+
 @pytest.mark.parametrize("given", ["stdin", "argument", "log"])
 def test_fix_reads_torchs_message(given, tmp_path):
     message = (

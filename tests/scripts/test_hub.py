@@ -88,6 +88,17 @@ print(AutoModelForCausalLM.from_pretrained("{model}"{options}).dtype)
         assert "torch.float32" in result.stdout
 
 
+def test_the_host_holds_the_weights_in_their_own_dtype(home):
+    """The checkpoint that stands for a downloaded one is created in fp32, which is no memory of the script's."""
+    (home / "load.py").write_text("""
+import torch
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", dtype=torch.bfloat16).cuda()
+""")
+    found = json.loads(run("--gpu", "T4", "--json", "load.py").stdout)
+    assert found["host_peak"] == pytest.approx(found["peak_allocated"], rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "warned"), [("", True), (", quantization_config=Mxfp4Config(dequantize=True)", False)]
 )
