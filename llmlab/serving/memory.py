@@ -109,14 +109,14 @@ def divided_memory(spec: ModelSpec, service: Service, gpu: GPU) -> Memory | Buff
 
 
 def longest_bytes(spec: ModelSpec, service: Service, gpu: GPU, tokens: int) -> int:
-    """Return the bytes that vLLM wants free for one request of `tokens` tokens before it starts: in layers with a
-    window those of a whole step and a block besides (v1/kv_cache_interface.py, SlidingWindowSpec)."""
+    """Return the cache bytes that vLLM requires at its start for one request of `tokens` tokens. In layers with a
+    window it adds the tokens of a whole step and one block (v1/kv_cache_interface.py, SlidingWindowSpec)."""
     ahead = service.limits(gpu)[1] - 1 + BLOCK if service.engine == "vllm" else 0
     return cache_bytes(spec, service, _rounded(tokens), ahead)
 
 
 def startable_length(spec: ModelSpec, service: Service, gpu: GPU) -> int:
-    """Return the most tokens, up to the model's positions, of which the cache holds one request."""
+    """Return the length in tokens of the longest request that the cache can hold, at most the model's positions."""
     memory = divided_memory(spec, service, gpu)
     if isinstance(memory, Buffers):
         return spec.max_positions

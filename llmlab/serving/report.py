@@ -224,8 +224,8 @@ def possible(spec: ModelSpec, service: Service, gpu: GPU) -> Service:
         raise SpecError(f"{words}; give a draft with the model's tokenizer")
     experts = any(isinstance(layer.mlp, Experts) for layer, _ in layers_of(spec).kinds)
     if not experts and (service.ep > 1 or service.weights == "mxfp4"):
-        given = f"ep={service.ep}" if service.ep > 1 else 'weights="mxfp4"'
-        raise SpecError(f"{given} is for experts, and {spec.name} has none; leave it out")
+        option = f"ep={service.ep}" if service.ep > 1 else 'weights="mxfp4"'
+        raise SpecError(f"{option} is for experts, and {spec.name} has none; leave it out")
     split = service.tp // service.dp_attention
     for layer, _ in layers_of(spec).kinds:
         if isinstance(layer.mixer, (Attention, LatentAttention)) and layer.mixer.heads % split:

@@ -35,8 +35,8 @@ def test_kernels_in_mxfp4_pad_experts_except_on_hopper():
 @settings(deadline=None)
 @given(st.sampled_from(FAMILIES), st.integers(64, 30_000))
 def test_the_longest_requests_together_fill_the_cache(name, tokens):
-    """vLLM's "Maximum concurrency": of N requests at once each has max_model_len tokens, of N + 1 not, unless windows
-    reserve the tokens of a step that they never keep."""
+    """vLLM's "Maximum concurrency": N requests of max_model_len tokens fit in the cache, and N + 1 do not. Layers with
+    windows are excluded, because vLLM reserves the tokens of a step for them."""
     spec, service = model(name), lab.Service(weights="fp8", tp=8, max_model_len=tokens)
     memory = divided_memory(spec, service, H100)
     if users := int(memory.longest):
@@ -46,7 +46,7 @@ def test_the_longest_requests_together_fill_the_cache(name, tokens):
 
 
 def test_a_cache_of_windows_alone_has_as_many_blocks_as_fit_within_them():
-    """Mistral-7B: 2 · 32 layers · 8 heads · 128 · 2 bytes are 128 KiB per token; vLLM keeps a step besides."""
+    """Mistral-7B: 2 · 32 layers · 8 heads · 128 · 2 bytes are 128 KiB per token, and vLLM also reserves a step."""
     spec, gpu = model("mistralai/Mistral-7B-v0.1"), lab.gpu("L4")
     service = lab.Service(max_num_batched_tokens=2048)
     memory = divided_memory(spec, service, gpu)
