@@ -116,8 +116,9 @@ def add_fix(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         Without arguments, the command reads the message from stdin.
         """
         snapshots, models = [word for word in words if is_snapshot(word)], [w for w in words if not is_snapshot(w)]
-        message = _message(models[0]) if len(models) == 1 and gpu is None else None if words else sys.stdin.read()
-        models = models if message is None else []
+        message = None if words else sys.stdin.read()
+        if len(models) == 1 and gpu is None and (message := _message(models[0])) is not None:
+            models = []
         if len(snapshots) > 2 or len(models) > 1:
             raise SpecError(f"fix got {' '.join(words)}; give at most two snapshots and one MODEL")
         given = [option.opts[0] for option in context.command.params if option.name not in ("words", "as_json")

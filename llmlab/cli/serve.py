@@ -134,15 +134,14 @@ def _service(options: dict[str, Any], count: int) -> Service:
 
 def _launched(show: Callable, model: str, service: Service, gpu: str, as_json: bool) -> int:
     from ..serving.launch import launch_line
-    from ..serving.memory import Memory, divided_memory, startable_length
+    from ..serving.memory import necessary_limit
     from ..serving.report import possible
 
     spec, device = find_model(model), find_gpu(gpu)
     service = possible(spec, service, device)
-    memory = divided_memory(spec, service, device)
-    if service.engine == "vllm" and isinstance(memory, Memory) and 0 < memory.longest < 1:  # else it does not start
-        service = replace(service, max_model_len=startable_length(spec, service, device))
-    line = launch_line(find_model(model).name, service)
+    if limit := necessary_limit(spec, service, device):
+        service = replace(service, max_model_len=limit)
+    line = launch_line(spec.name, service)
     show(_dump({"command": line}) if as_json else line)
     return 0
 

@@ -115,13 +115,17 @@ def longest_bytes(spec: ModelSpec, service: Service, gpu: GPU, tokens: int) -> i
     return cache_bytes(spec, service, _rounded(tokens), ahead)
 
 
-def startable_length(spec: ModelSpec, service: Service, gpu: GPU) -> int:
-    """Return the length in tokens of the longest request that the cache can hold, at most the model's positions."""
+def necessary_limit(spec: ModelSpec, service: Service, gpu: GPU) -> int | None:
+    """Return the largest max_model_len with which vLLM starts, if it does not start with the service's own; else None.
+
+    It does not start if the cache is smaller than one request of max_model_len tokens.
+    """
     memory = divided_memory(spec, service, gpu)
-    if isinstance(memory, Buffers):
-        return spec.max_positions
+    if service.engine != "vllm" or isinstance(memory, Buffers) or memory.longest >= 1:
+        return None
     blocks = range(BLOCK, spec.max_positions + 1, BLOCK)
-    return BLOCK * bisect_right(blocks, memory.cache, key=lambda count: longest_bytes(spec, service, gpu, count))
+    fitting = bisect_right(blocks, memory.cache, key=lambda count: longest_bytes(spec, service, gpu, count))
+    return BLOCK * fitting or None
 
 
 def _rounded(tokens: int) -> int:

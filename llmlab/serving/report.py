@@ -18,7 +18,7 @@ from .kernels import engine_kernels
 from .layers import Attention, Experts, LatentAttention, draft_of, layers_of
 from .llamacpp import Buffers, buffers, slot_tokens
 from .load import Latency, goodput, prompt_seconds, simulate, summary
-from .memory import Memory, divided_memory, startable_length
+from .memory import Memory, divided_memory, necessary_limit
 from .replay import Served
 from .service import UTILIZATION, WEIGHTS, Service
 from .step import Step, step_seconds
@@ -148,9 +148,9 @@ def served(
     memory = divided_memory(spec, service, gpu)
     room = memory.requests * service.dp_attention
     notes = _notes(spec, service, gpu)
-    if isinstance(memory, Memory) and service.engine == "vllm" and 0 < memory.longest < 1 <= room:
+    if room and (limit := necessary_limit(spec, service, gpu)):
         words = f"vLLM does not start: its cache is smaller than one request of {service.max_model_len:,} tokens"
-        notes.append(Note("max-model-len", f"{words}; give max_model_len={startable_length(spec, service, gpu)}"))
+        notes.append(Note("max-model-len", f"{words}; give max_model_len={limit}"))
     if room < 1:
         if nearest := _nearest(spec, service, gpu):
             notes.append(Note("fits-with", f"the model fits on {nearest}"))

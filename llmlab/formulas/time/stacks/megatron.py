@@ -162,8 +162,8 @@ def window_share(spec: ModelSpec, length: int) -> float:
     if not window:
         return 1.0
     tiles = ceil(length / TILE)
-    seen = sum(min(tile + 1, ceil((window - 1) / TILE) + 1) for tile in range(tiles))
-    return 1 - layers / spec.layers * (1 - seen / (tiles * (tiles + 1) / 2))
+    computed = sum(min(tile + 1, ceil((window - 1) / TILE) + 1) for tile in range(tiles))
+    return 1 - layers / spec.layers * (1 - computed / (tiles * (tiles + 1) / 2))
 
 
 def softmax(share: Share) -> Pass:
