@@ -31,8 +31,8 @@ ROWS = Path(__file__).with_name("mixtures.toml")
 
 
 def parts(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return the rows by title: each group in two halves, in the order of a hash of their ids. The rows of older recipes
-    are one group, of which no row was looked at."""
+    """Return the rows by title: each group in two halves, in the order of a hash of their ids. The rows of older
+    recipes are one group, of which no row was looked at."""
     titled = {}
     for group in dict.fromkeys(row.group for row in rows):
         mine = [row for row in rows if row.group == group]
